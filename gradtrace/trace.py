@@ -17,17 +17,15 @@ from gradtrace.ir import interpreter, memory
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
-from gradtrace.tracing.agreement import Agreement, agreement
-from gradtrace.tracing.choosing import TraceChoices
 from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import chosen_components, component_finder
-from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.decompose import decomposed
 from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.leaf_selection import Leaves, TraceCoverage, coverage_of, influence_of
+from gradtrace.tracing.leaf_selection import Leaves, influence_of
 from gradtrace.tracing.measures import Measures, positive
 from gradtrace.tracing.paths import Builder, Path, Paths, sampled
+from gradtrace.tracing.table_source import TraceSource
 from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_program import indices
 
@@ -45,10 +43,11 @@ class Trace(Measures):
     changed in place, as an optimiser does.
     """
 
-    asked: dict[str, Influence] = field(default_factory=dict, repr=False)
-    compared: Agreement | None = field(default=None, repr=False)  # the last ``agreement()``
-    _views: dict[tuple[int, int, bool], reports.View] = field(default_factory=dict, repr=False)
-    _coverages: dict[tuple[object, ...], Coverage] = field(default_factory=dict, repr=False)
+    # Results, which copies with another rule do not share:
+    asked: dict[str, Influence] = field(default_factory=dict, init=False, repr=False)
+    _views: dict[tuple[object, ...], reports.View] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     # Paths ----------------------------------------------------------------------------------------
 
@@ -198,37 +197,11 @@ class Trace(Measures):
         drawn = None if sample is None else (positive("sample", sample), seed)
         table = influence_of(self, chosen, of, index, drawn).by(by)
         kind = components if isinstance(components, str) else ""
-        table = replace(table, kind=kind, divide=TraceChoices(self, of))
-        if table.measured is None and self.granularity == "scalar":
-            table = replace(table, source=TraceCoverage(self, of))
+        exact = table.measured is None
+        table = replace(table, kind=kind, source=TraceSource(self, components, of, exact))
         if isinstance(components, str) and of is None and drawn is None:
             self.asked[components] = table
         return table
-
-    @isolated()
-    def coverage(self, sample: int = 1000, seed: int = 0, *, of: Leaves | None = None) -> Coverage:
-        """What part of its element's gradient a path carries, signed: ``weight / gradient`` of a
-        random sample of elements (and of at most 8 losses); ``of`` is as in ``influence``.
-
-        >>> import torch, gradtrace as gt
-        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> found = gt.trace((x * x + 2 * x).sum(), names={"x": x}).coverage()
-        >>> found.parts, found.median  # 3 of 8, and 4 of 10
-        ((0.375, 0.4), 0.3875)
-        """
-        return coverage_of(self, self._coverages, of, positive("sample", sample), seed)
-
-    @isolated()
-    def agreement(
-        self, components: Components = None, *, sample: int = 1000, seed: int = 0
-    ) -> Agreement:
-        """Whether the rules agree: for the same random elements, how often they choose the same
-        path and the same components, and the share of each component by every rule.
-        """
-        self.check_unchanged()
-        chosen = component_finder(self).choose(components)
-        self.compared = agreement(self, chosen, positive("sample", sample), seed)
-        return self.compared
 
     @isolated()
     def decompose(self, components: Components = None) -> Decomposition:
@@ -267,7 +240,8 @@ class Trace(Measures):
         paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
         """
         view = self._view(sample, seed)
-        tables = {"": self.influence(), **self.asked}
+        asked = {kind: each for kind, each in self.asked.items() if each.rule == self.rule}
+        tables = {"": self.influence(), **asked}
         tables = {kind: replace(each, measured=each.coverage) for kind, each in tables.items()}
         coarse = self.granularity == "operator"
         paths = [] if coarse else list(self.paths(sample=sample, seed=seed))
@@ -306,7 +280,8 @@ class Trace(Measures):
 
     def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
         """The data of a report; cached, so it is available after an optimiser's step."""
-        key = (positive("sample", sample), seed, small)
+        drawn = (positive("sample", sample), seed, small)
+        key = (self.rule, self.granularity, *drawn)
         if key not in self._views:
-            self._views[key] = view_of(self, *key)
+            self._views[key] = view_of(self, *drawn)
         return self._views[key]

@@ -25,7 +25,7 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def by_rule(trace: Trace, rule: str) -> Trace:
-    return dataclasses.replace(trace, rule=rule, _followers={})
+    return dataclasses.replace(trace, rule=rule)
 
 
 def leaf(*numbers: float) -> Tensor:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path as FilePath
+from typing import Any
 
 import architectures
 import pytest
@@ -18,9 +21,12 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.select_leaves import select_leaves
+from gradtrace.ir.program import Program
 from gradtrace.report.encode import contained, read
 from gradtrace.report.model import View, revived
+from gradtrace.report.saving import Saved
 from gradtrace.trace import Trace
+from gradtrace.tracing import table_source
 from gradtrace.tracing.agreement import PATH_RULES
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence, Row
@@ -44,6 +50,28 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         e = self.embed(x)
         return self.out(self.rnn(e)[0] + self.conv(e.mT).mT)
+
+
+class TwoBranches(nn.Module):
+    """Three paths of weight 2 through ``many``, one of weight -5 through ``one``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.ones(1))
+        self.many, self.one = nn.Linear(1, 3, bias=False), nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.many.weight, 2.0)
+        nn.init.constant_(self.one.weight, -5.0)
+
+    def forward(self) -> Tensor:
+        found: Tensor = self.many(self.x).sum() + self.one(self.x).sum()
+        return found
+
+
+def two_branches(rule: str = "greedy") -> Trace:
+    model = TwoBranches()
+    with gt.watch(model) as watch:
+        loss = model()
+    return watch.trace(loss, rule=rule)
 
 
 def traced(reduction: str = "mean", rule: str = "greedy", **options: str) -> Trace:
@@ -84,7 +112,7 @@ def test_tables_of_leaves_add_up_on_random_graphs(seed: int) -> None:
     sample = randomgraphs.build(seed)
     trace = gt.trace(sample.loss, names=sample.leaves)
     for rule in PATH_RULES:
-        check_sums(dataclasses.replace(trace, rule=rule, _followers={}), "operators")
+        check_sums(dataclasses.replace(trace, rule=rule), "operators")
 
 
 @pytest.mark.parametrize("rule", PATH_RULES)
@@ -311,10 +339,59 @@ def test_a_table_measures_its_coverage_when_it_is_printed(monkeypatch: pytest.Mo
     assert part.coverage == trace.coverage(of="rnn") != table.coverage
 
 
-def test_a_table_does_not_keep_its_trace_alive() -> None:
-    table = traced().influence()
-    assert table.coverage is None
-    assert "carries" not in str(table)
+def test_a_temporary_trace_can_be_printed() -> None:
+    text, part = str(traced().influence()), str(traced().influence(of="rnn"))
+    divided = traced().influence().choices()
+    one, other = (lambda t: (t.influence(), t.influence("classes")))(traced())  # two of one trace
+    assert one.coverage == other.coverage == traced().coverage()
+    trace = traced()
+    assert text == str(trace.influence()) and "A path carries" in text
+    assert part == str(trace.influence(of="rnn")) and "A path carries" in part
+    assert divided == trace.choices()
+
+
+def program_of(trace: gt.Trace) -> weakref.ref[Program]:
+    return weakref.ref(trace.program)
+
+
+def test_a_table_keeps_a_small_program_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing lies in a cycle: memory returns without the garbage collector."""
+    gc.disable()
+    try:
+        trace = traced()
+        program, table = program_of(trace), trace.influence()
+        trace.influence("classes")
+        del trace
+        assert program() is not None
+        del table
+        assert program() is None
+        trace = traced()
+        program, table = program_of(trace), trace.influence()
+        del trace
+        later = traced().influence()
+        assert program() is None and table.coverage is None and "carries" not in str(table)
+        assert later.coverage is not None
+        for limit in ("KEPT_MAX_BYTES", "KEPT_MAX_TENSORS"):
+            with monkeypatch.context() as patch:
+                patch.setattr(table_source, limit, 1)
+                trace = traced()
+                program, table = program_of(trace), trace.influence()
+                assert "A path carries" in str(table)  # while the trace is there
+                del trace
+                assert program() is None and "carries" in str(table)
+                found = traced().influence().coverage  # an assertion would keep the trace
+                assert found is None
+    finally:
+        gc.enable()
+
+
+def test_what_a_table_keeps_is_checked_for_changes() -> None:
+    trace = traced()
+    table, bias = trace.influence(), trace.leaves["conv.bias"].tensor
+    del trace
+    with torch.no_grad():
+        bias.add_(1.0)
+    assert table.coverage is None and "contradict" not in str(table)
 
 
 def test_a_table_of_changed_weights_has_no_coverage_unless_measured_before() -> None:
@@ -328,13 +405,59 @@ def test_a_table_of_changed_weights_has_no_coverage_unless_measured_before() -> 
     assert str(seen) == known
 
 
+def test_traces_that_were_replaced_share_no_results(tmp_path: FilePath) -> None:
+    """By greedy no path passes ``one``, by viterbi all do."""
+    trace = two_branches()
+    tables = {kind: trace.influence(kind) for kind in (None, "classes", "operators")}
+    trace.coverage(), trace.agreement(), trace.save(tmp_path / "greedy")
+    other = dataclasses.replace(trace, rule="viterbi")
+    assert other.coverage(of="x").parts == (-5.0,) and trace.coverage(of="x").parts == (2.0,)
+    assert other.influence("classes").rule == "viterbi"
+    trace.save(tmp_path / "greedy"), other.save(tmp_path / "viterbi")
+    trace.rule = "viterbi"  # a trace may be changed, too
+    trace.save(tmp_path / "changed")
+    for name in ("greedy", "viterbi", "changed"):
+        saved, rule = gt.load(tmp_path / name), "greedy" if name == "greedy" else "viterbi"
+        assert isinstance(saved, Saved) and saved._view().rule == rule
+        assert {table.rule for table in saved._tables.values()} == {rule}
+        assert saved.influence()["one"].through == int(rule == "viterbi")
+        seen = saved._view().tables[""]
+        assert seen.through[seen.name.index("one")] == int(rule == "viterbi")
+    assert gt.load(tmp_path / "greedy").influence("operators") == tables["operators"]
+
+
+def test_a_replaced_trace_knows_the_weights_of_the_first() -> None:
+    trace = traced()
+    with torch.no_grad():
+        trace.leaves["conv.bias"].tensor.add_(1.0)
+    with pytest.raises(GradtraceError, match="changed in place"):
+        dataclasses.replace(trace, rule="viterbi").influence()
+
+
 def test_low_coverage_is_warned_of() -> None:
     table = dataclasses.replace(traced().influence(), measured=Coverage((0.1, 0.2)))
     assert "trace.decompose()" in str(table)
     assert "trace.decompose()" not in str(dataclasses.replace(table, measured=Coverage((1.0,))))
 
 
-def test_contradictions_are_mentioned_once_rules_were_compared() -> None:
+def test_a_printed_table_says_where_the_rules_contradict_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(rule: str = "greedy", **how: Any) -> str:
+        return str(two_branches(rule).influence(**how))  # the trace is gone by then
+
+    said = "many: 100% by greedy, 0% by edge, 0% by viterbi"
+    assert said in found() and said in found(weight="gradient") and said in found(of="x")
+    assert said in found("viterbi") and said in found("edge")
+    assert "contradict" not in found(of="many")
+    assert said in " ".join(two_branches()._view().coverage.words)
+    assert "contradict" not in found(sample=10)  # shares of other elements are no contradiction
+    monkeypatch.setattr(table_source, "COMPARED_MAX_ELEMENTS", 10)
+    assert "contradict" not in found()
+
+
+def test_contradictions_of_rules_that_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_source, "COMPARED_MAX_ELEMENTS", 0)  # as of a large program
     trace = traced()
     table = trace.influence()
     assert "contradict" not in str(table)

@@ -149,7 +149,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
 def test_weights_changed_before_saving_are_noticed(tmp_path: Path) -> None:
     made = trace()
     with torch.no_grad():
-        next(t for t, _ in made._versions).add_(1)
+        next(t for t, _ in made._states.versions).add_(1)
     with pytest.raises(GradtraceError, match="changed in place"):
         made.save(tmp_path / "x")
     assert not list(tmp_path.iterdir())

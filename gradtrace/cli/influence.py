@@ -147,8 +147,7 @@ def write_influence(found: Influence, top: int | None) -> None:
     table = found.top(top or DEFAULT_TOP).table()
     more = len(found) - len(table.rows)
     left = (f"… and {more:,} more components (--top {len(found)} shows all)",) if more else ()
-    lines = found.coverage.lines() if found.coverage is not None else ()
-    write_table(replace(table, notes=(*left, *table.notes, *lines)))
+    write_table(replace(table, notes=(*left, *table.notes, *found.explained())))
 
 
 def rows(found: Influence, top: int | None) -> list[dict[str, Any]]:

@@ -22,10 +22,12 @@ from gradtrace.report.tuning import (
     SAMPLED_ELEMENTS,
     SMALL,
 )
+from gradtrace.tracing.agreement import warning_of
 from gradtrace.tracing.components import Component, ComponentSelection
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
 from gradtrace.tracing.coverage import Coverage, measured
 from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.table_source import by_other_rules
 from gradtrace.tracing.traced_program import TracedProgram
 
 SMALL_VIEW_NOTE = (
@@ -54,19 +56,27 @@ def view_of(traced: TracedProgram, sample: int, seed: int, small: bool = False) 
         )
     found = None
     if traced.granularity == "scalar":
-        found = measured(traced, min(sample, COVERED_ELEMENTS), seed)
-        notes += found.lines()
+        coverage = measured(traced, min(sample, COVERED_ELEMENTS), seed)
+        found = _coverage(coverage, "" if small else _contradictions(traced, tables[""]))
+        notes += found.words
     source = Source(traced, tables, (*traced.notes, *notes))
     made = view(source, sample, seed, SMALL if small else FULL)
     divided = forks(traced, made.modules, small)
-    return replace(made, coverage=_coverage(found), choices=divided)
+    return replace(made, coverage=found, choices=divided)
 
 
-def _coverage(found: Coverage | None) -> model.Coverage | None:
-    if found is None:
-        return None
+def _coverage(found: Coverage, contradictions: str) -> model.Coverage:
     shares = found.median, *found.quartiles, found.opposite, found.cancelled
-    return model.Coverage(*shares, found.elements, found.lines())
+    words = (*found.lines(), *([contradictions] if contradictions else []))
+    return model.Coverage(*shares, found.elements, words)
+
+
+def _contradictions(traced: TracedProgram, table: Influence) -> str:
+    """Where the rules contradict each other, in words, if the program is small enough to tell."""
+    if table.measured is not None:  # these are shares of a sample
+        return ""
+    tables = [table, *by_other_rules(traced, _kinds(traced)[""])]
+    return warning_of({each.rule: each.shares for each in tables})
 
 
 def _tables(traced: TracedProgram, small: bool) -> Tables:

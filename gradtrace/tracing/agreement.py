@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isnan, nan
@@ -25,8 +25,15 @@ from gradtrace.tracing.traced_program import TracedProgram
 PATH_RULES = tuple(name for name in RULES if name != "gradient")
 """The rules that choose paths."""
 
-CONTRADICTION = 0.25
+CONTRADICTION = 0.2
 """Rules contradict each other on a component if their shares differ by more than this."""
+
+NONE_OR_ALL = 0.01
+"""By a rule no path passes a component if its share is below this, and all do if it is as near to
+1. Then a difference of ``AGAINST_NONE_OR_ALL`` is a contradiction.
+"""
+
+AGAINST_NONE_OR_ALL = 0.1
 
 NAMED = 3
 """How many contradictions are put in words."""
@@ -47,6 +54,19 @@ class ComponentShares:
         """The largest difference between two rules; nan if no rule has a share."""
         known = [share for share in self.shares.values() if not isnan(share)]
         return max(known) - min(known) if known else nan
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the rules contradict each other: shares differ by more than 20 points, or by more
+        than 10 where one rule says that none or all pass (below 1%, above 99%).
+
+        >>> rows = (0.5, 0.29), (0.5, 0.31), (0.12, 0.0), (0.88, 1.0), (0.2, 0.08)
+        >>> [ComponentShares("", {"greedy": a, "viterbi": b}).contradicts for a, b in rows]
+        [True, False, True, True, False]
+        """
+        known = [share for share in self.shares.values() if not isnan(share)]
+        extreme = any(min(share, 1 - share) < NONE_OR_ALL for share in known)
+        return self.difference > (AGAINST_NONE_OR_ALL if extreme else CONTRADICTION)
 
     def in_words(self) -> str:
         """``conv2: 51% by greedy, 0% by viterbi``."""
@@ -79,8 +99,10 @@ class Agreement(Tabular):
 
     @property
     def contradictions(self) -> tuple[ComponentShares, ...]:
-        """The components whose shares differ by more than 25 points, the worst first."""
-        return tuple(row for row in self.rows if row.difference > CONTRADICTION)
+        """The components on which rules contradict each other (see ``ComponentShares``), those that
+        differ most first.
+        """
+        return tuple(row for row in self.rows if row.contradicts)
 
     def __getitem__(self, name: str) -> ComponentShares:
         known = {row.name: row for row in self.rows}
@@ -92,12 +114,7 @@ class Agreement(Tabular):
 
     def warning(self) -> str:
         """The contradictions in words; empty if there are none."""
-        found = self.contradictions
-        if not found:
-            return ""
-        more = f"; and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
-        named = "; ".join(row.in_words() for row in found[:NAMED])
-        return f"The rules contradict each other: {named}{more}"
+        return _in_words(self.contradictions)
 
     def lines(self) -> tuple[str, ...]:
         """For each two rules how often they agree, then coverage by rule and contradictions."""
@@ -125,6 +142,35 @@ class Agreement(Tabular):
         return f"Agreement({', '.join(pairs)}, {self.elements:,} elements)"
 
 
+def _in_words(found: Sequence[ComponentShares]) -> str:
+    if not found:
+        return ""
+    more = f"; and {len(found) - NAMED:,} more" if len(found) > NAMED else ""
+    named = "; ".join(row.in_words() for row in found[:NAMED])
+    return f"The rules contradict each other: {named}{more}"
+
+
+def warning_of(tables: Mapping[str, Mapping[str, float]]) -> str:
+    """``Agreement.warning`` of the shares of components by each rule.
+
+    >>> warning_of({"greedy": {"conv2": 0.51}, "viterbi": {"conv2": 0.0}})
+    'The rules contradict each other: conv2: 51% by greedy, 0% by viterbi'
+    """
+    one, *others = tables.values()
+    tables = {rule: tables[rule] for rule in PATH_RULES if rule in tables}
+    rows = _rows([name for name in one if all(name in by for by in others)], tables)
+    return _in_words([row for row in rows if row.contradicts])
+
+
+def _rows(
+    names: Sequence[str], tables: Mapping[str, Mapping[str, float]]
+) -> tuple[ComponentShares, ...]:
+    """The shares of each component by every rule, those that differ most first."""
+    found = [ComponentShares(n, {rule: by[n] for rule, by in tables.items()}) for n in names]
+    found.sort(key=lambda row: 0.0 if isnan(row.difference) else -1 - row.difference)
+    return tuple(found)
+
+
 def _known(share: float) -> float | None:
     return None if isnan(share) else share
 
@@ -140,7 +186,7 @@ def agreement(
     shares: dict[str, dict[str, float]] = {}
     coverage: dict[str, Coverage] = {}
     for rule in PATH_RULES:
-        by_rule = traced if rule == traced.rule else replace(traced, rule=rule, _followers={})
+        by_rule = traced if rule == traced.rule else replace(traced, rule=rule)
         followed[rule] = list(follow_sample(by_rule, sample, seed))
         table = count_followed(by_rule, chosen, followed[rule])
         assert table.measured is not None
@@ -154,10 +200,8 @@ def agreement(
         same_path[one, other] = _share(same, whole)
         alike = (passed[one] == passed[other]).all(1)
         same_components[one, other] = _share(alike, whole)
-    names = [component.name for component in chosen.components]
-    rows = [ComponentShares(n, {rule: found[n] for rule, found in shares.items()}) for n in names]
-    rows.sort(key=lambda row: 0.0 if isnan(row.difference) else -1 - row.difference)
-    return Agreement(tuple(rows), same_path, same_components, coverage, int(whole.sum()))
+    rows = _rows([component.name for component in chosen.components], shares)
+    return Agreement(rows, same_path, same_components, coverage, int(whole.sum()))
 
 
 def _share(which: Bools, among: Bools) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
-from typing import Protocol
-from weakref import ref
 
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
@@ -76,28 +74,6 @@ def _shares(forks: Sequence[Fork], through: Sequence[float]) -> dict[tuple[str, 
         branches[fork, branch] = branches.get((fork, branch), 0.0) + part
         totals[fork] = totals.get(fork, 0.0) + part
     return {key: part / totals[key[0]] if totals[key[0]] else nan for key, part in branches.items()}
-
-
-class TraceChoices:
-    """The choices behind a table of influence; it does not keep its trace alive, which holds the
-    activations of a forward pass.
-    """
-
-    def __init__(self, trace: MeasuresChoices, of: Leaves | None) -> None:
-        self.trace = ref(trace)
-        self.of = of
-
-    def __call__(self) -> Choices | None:
-        """The choices; None if the trace is gone."""
-        trace = self.trace()
-        return None if trace is None else trace.choices(of=self.of)
-
-
-class MeasuresChoices(Protocol):
-    """A ``Trace``."""
-
-    def choices(self, *, of: Leaves | None = None) -> Choices:
-        """``Trace.choices``."""
 
 
 def _check_measures(measures: Sequence[str]) -> None:

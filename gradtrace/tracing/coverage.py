@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, nan
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -184,16 +184,6 @@ class Coverage(Summarised):
         """The inverse of ``to_dict``."""
         counts = {name: int(data[name]) for name in ("cancellations", "nonfinite", "unreached")}
         return cls(tuple(map(float, data["parts"])), **counts, sampled=bool(data["sampled"]))
-
-
-class CoverageSource(Protocol):
-    """Where a table of influence can find its coverage."""
-
-    def measure(self) -> Coverage | None:
-        """The coverage of the paths behind the table; None if it cannot be measured any more."""
-
-    def contradictions(self) -> str:
-        """In which components the rules contradict each other, if they have been compared."""
 
 
 def combined(one: Coverage | None, other: Coverage | None) -> Coverage | None:

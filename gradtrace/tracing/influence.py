@@ -8,17 +8,30 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import count
 from math import log2
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.tracing.choices import Choice, Choices
-from gradtrace.tracing.coverage import Coverage, CoverageSource, combined
+from gradtrace.tracing.coverage import Coverage, combined
 from gradtrace.tracing.moments import NOTHING
 from gradtrace.tracing.moments import Moments as Moments
 
 Weight = Literal["count", "gradient"]
+
+
+class TableSource(Protocol):
+    """What a table can ask of the trace that it was made from, as long as that is there."""
+
+    def measure(self) -> Coverage | None:
+        """The coverage of the paths behind the table."""
+
+    def choices(self) -> Choices | None:
+        """How paths divide at each fork."""
+
+    def contradictions(self, shares: Mapping[str, float], weight: Weight) -> str:
+        """In which components the rules contradict each other, in words."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,10 +113,9 @@ class Influence(Tabular):
     notes: tuple[str, ...] = ()
     interrupted: bool = False
     measured: Coverage | None = field(default=None, compare=False, repr=False)
-    source: CoverageSource | None = field(default=None, compare=False, repr=False)
+    source: TableSource | None = field(default=None, compare=False, repr=False)
     kind: str = field(default="", compare=False, repr=False)  # as in influence(kind), if known
     order: str = field(default="information", compare=False, repr=False)
-    divide: Callable[[], Choices | None] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def later(
@@ -127,7 +139,7 @@ class Influence(Tabular):
 
     def __getstate__(self) -> dict[str, Any]:
         _ = self.rows
-        return {**self.__dict__, "source": None, "divide": None}
+        return {**self.__dict__, "source": None}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -175,8 +187,9 @@ class Influence(Tabular):
     @property
     def coverage(self) -> Coverage | None:
         """What part of its element's gradient a path behind this table carries; measured when first
-        asked for or printed, which takes the trace that the table was made from. None if that is
-        gone, or its weights have changed, and for tables from files that do not have it.
+        asked for or printed, which takes the trace that the table was made from (of small ones a
+        copy is kept until another trace makes a table). None if that is gone, or its weights have
+        changed, and for tables from files that do not have it.
         """
         if self.measured is None and self.source is not None:
             self.__dict__["measured"] = self.source.measure()
@@ -208,7 +221,6 @@ class Influence(Tabular):
                 interrupted=result.interrupted or other.interrupted,
                 measured=combined(result.measured, other.measured),
                 source=None,
-                divide=None,
             )
         return result
 
@@ -218,7 +230,7 @@ class Influence(Tabular):
         If the trace is gone, a table of arguments or of labels is divided as it is: a path through
         a parameter inside a branch, which has no choice, then counts too.
         """
-        return (None if self.divide is None else self.divide()) or _regrouped(self)
+        return (None if self.source is None else self.source.choices()) or _regrouped(self)
 
     @property
     def information(self) -> dict[str, float]:
@@ -284,11 +296,16 @@ class Influence(Tabular):
         return shown._row_table().bars(by or _COLUMN[self.weight], most, ax)
 
     def _explained(self) -> TextTable:
-        """The table, with its coverage in words below."""
-        table, coverage = self.table(), self.coverage
+        """The table, with its coverage and the contradictions of rules in words below."""
+        table = self.table()
+        return replace(table, notes=(*table.notes, *self.explained()))
+
+    def explained(self) -> tuple[str, ...]:
+        """The lines below the table: its coverage, and where the rules contradict each other."""
+        coverage = self.coverage
         lines = () if coverage is None else coverage.lines()
-        warning = "" if self.source is None else self.source.contradictions()
-        return replace(table, notes=(*table.notes, *lines, *([warning] if warning else [])))
+        found = "" if self.source is None else self.source.contradictions(self.shares, self.weight)
+        return (*lines, *([found] if found else []))
 
     def __str__(self) -> str:
         return str(self._explained())

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Protocol
-from weakref import ref
 
 import torch
 
 from gradtrace.autodiff.names import unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.select_leaves import select_leaves
-from gradtrace.tracing.agreement import Agreement
 from gradtrace.tracing.components import ComponentSelection, within
 from gradtrace.tracing.counting import count_followed, counted, counted_sample
 from gradtrace.tracing.coverage import Coverage, measured
@@ -32,10 +28,11 @@ def selected(traced: TracedProgram, of: Leaves) -> TracedProgram:
     """The trace of some leaves alone: only what leads to them is computed."""
     names = leaf_names(traced, of)
     values = {traced.leaves[name].value for name in names}
-    parts = {part.name: getattr(traced, part.name) for part in fields(TracedProgram)}
-    parts["program"] = select_leaves(traced.program, values)
-    parts["names"] = {value: name for value, name in traced.names.items() if value in values}
-    return TracedProgram(**parts | {"_followers": {}})
+    return replace(
+        traced,
+        program=select_leaves(traced.program, values),
+        names={value: name for value, name in traced.names.items() if value in values},
+    )
 
 
 def leaf_names(traced: TracedProgram, of: Leaves) -> list[str]:
@@ -139,37 +136,6 @@ def coverage_of(
         traced.check_unchanged()
         known[key] = measured(traced if of is None else selected(traced, of), sample, seed)
     return known[key]
-
-
-class TraceCoverage:
-    """The coverage of a table, from the trace that it was made from. A table does not keep its
-    trace alive, which holds the activations of a forward pass.
-    """
-
-    def __init__(self, trace: MeasuresCoverage, of: Leaves | None) -> None:
-        self.trace = ref(trace)
-        self.of = of
-
-    def measure(self) -> Coverage | None:
-        """The coverage; None if the trace is gone, or can no longer be followed."""
-        trace = self.trace()
-        with suppress(GradtraceError):
-            return None if trace is None else trace.coverage(of=self.of)
-        return None
-
-    def contradictions(self) -> str:
-        """Where the rules contradict each other; empty unless ``trace.agreement()`` was called."""
-        trace = self.trace()
-        return "" if trace is None or trace.compared is None else trace.compared.warning()
-
-
-class MeasuresCoverage(Protocol):
-    """A ``Trace``."""
-
-    compared: Agreement | None
-
-    def coverage(self, *, of: Leaves | None = None) -> Coverage:
-        """``Trace.coverage``."""
 
 
 def only_leaf(traced: TracedProgram, of: Leaves | None) -> str:

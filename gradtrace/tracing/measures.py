@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.errors import GradtraceError
+from gradtrace.tracing.agreement import Agreement, agreement
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.choosing import choices
-from gradtrace.tracing.leaf_selection import Leaves
+from gradtrace.tracing.components import Components
+from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.coverage import Coverage
+from gradtrace.tracing.leaf_selection import Leaves, coverage_of
 from gradtrace.tracing.path_sums import PathSums
 
 
 @dataclass
 class Measures(PathSums):
     """A traced program with measures of it."""
+
+    compared: Agreement | None = field(default=None, init=False, repr=False)  # the last one
+    _coverages: dict[tuple[object, ...], Coverage] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @isolated()
+    def coverage(self, sample: int = 1000, seed: int = 0, *, of: Leaves | None = None) -> Coverage:
+        """What part of its element's gradient a path carries, signed: ``weight / gradient`` of a
+        random sample of elements (and of at most 8 losses); ``of`` is as in ``influence``.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> found = gt.trace((x * x + 2 * x).sum(), names={"x": x}).coverage()
+        >>> found.parts, found.median  # 3 of 8, and 4 of 10
+        ((0.375, 0.4), 0.3875)
+        """
+        return coverage_of(self, self._coverages, of, positive("sample", sample), seed)
+
+    @isolated()
+    def agreement(
+        self, components: Components = None, *, sample: int = 1000, seed: int = 0
+    ) -> Agreement:
+        """Whether the rules agree: for the same random elements, how often they choose the same
+        path and the same components, and the share of each component by every rule.
+        """
+        self.check_unchanged()
+        chosen = component_finder(self).choose(components)
+        self.compared = agreement(self, chosen, positive("sample", sample), seed)
+        return self.compared
 
     @isolated()
     def choices(

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 import torch
 from torch import Tensor
@@ -21,9 +22,26 @@ from gradtrace.tracing.path_search import PathFollower
 from gradtrace.tracing.paths import Builder, ravel
 
 
+class TensorStates:
+    """The weights and activations that a program was made from, as they were then."""
+
+    def __init__(self, program: Program) -> None:
+        shards = (leaf.shard for leaf in program.leaves if leaf.shard is not None)
+        self.versions = [(t, t._version) for t in (*weights_of(program), *shards)]
+        self._prints = WeightFingerprints(leaf.stored for leaf in program.leaves)
+
+    def hold(self) -> bool:
+        """Whether none of them has been changed in place."""
+        changed = any(tensor._version != version for tensor, version in self.versions)
+        return not changed and self._prints.hold()
+
+
 @dataclass
 class TracedProgram:
-    """The backward program of ``pairs`` losses, its gradients, and the names of its leaves."""
+    """The backward program of ``pairs`` losses, its gradients, and the names of its leaves.
+
+    ``dataclasses.replace(traced, rule=...)`` has the same program, and none of the results.
+    """
 
     program: Program = field(repr=False)
     gradients: LazyGradients = field(repr=False)
@@ -33,18 +51,17 @@ class TracedProgram:
     modules: Mapping[str, str] = field(repr=False)  # class by name
     names: dict[int, str] = field(repr=False)  # by leaf value
     budget: int | None = None
-    _followers: dict[int, PathFollower] = field(default_factory=dict, repr=False)  # by pair
+    _states: TensorStates | None = field(default=None, repr=False)  # not checked anew in copies
+    _followers: dict[int, PathFollower] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._versions = [(t, t._version) for t in weights_of(self.program)]
-        shards = (leaf.shard for leaf in self.program.leaves if leaf.shard is not None)
-        self._versions += [(shard, shard._version) for shard in shards]
-        self._prints = WeightFingerprints(leaf.stored for leaf in self.program.leaves)
+        if self._states is None:
+            self._states = TensorStates(self.program)
 
     def check_unchanged(self) -> None:
         """Raise if the weights and activations are not those of the forward pass any more."""
-        changed = any(tensor._version != version for tensor, version in self._versions)
-        if changed or not self._prints.hold():
+        assert self._states is not None
+        if not self._states.hold():
             raise GradtraceError(
                 "weights or activations were changed in place since the trace was made (by an "
                 "optimiser step?), so its paths can no longer be followed; ask for paths and "
@@ -55,6 +72,17 @@ class TracedProgram:
     def kept(self) -> KeptPlans:
         """The plans of losses of this structure."""
         return KEPT.of(self.program, self.names, self.modules, self.gradients.aliases)
+
+    def held_bytes(self, most: int) -> float:
+        """The bytes of the weights, activations and gradients that the program holds; infinite for
+        more than ``most`` tensors.
+        """
+        assert self._states is not None
+        tensors = [*(t for t, _ in self._states.versions), *self.program.kept.values()]
+        if len(tensors) > most:
+            return inf
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def notes(self) -> tuple[str, ...]:
