@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,49 @@ def test_records_come_back_exactly(tmp_path: Path) -> None:
     writer.end(11)
     assert not history.read(tmp_path / "run.jsonl").running
     writer.close()
+
+
+def test_what_is_in_series_comes_back(tmp_path: Path) -> None:
+    path, marks = tmp_path / "run.jsonl", ([True, False, None], [True, True, None], [True] * 3)
+    tables = []
+    writer = Writer(path, {})
+    for step, alternatives in enumerate((*marks, marks[-1])):
+        rows = zip(table("a", "b", "c"), alternatives)
+        rows_marked = tuple(replace(row, alternative=mark) for row, mark in rows)
+        tables.append(Influence(rows_marked, kind="labels"))
+        writer.record(StepRecord(step, 1.0, tables[-1]))
+    writer.close()
+    found = history.read(path).influences
+    assert [[row.alternative for row in each] for each in found] == [*marks, marks[-1]]
+    assert [str(each) for each in found] == [str(each) for each in tables]
+    assert "in series" in str(found[0]) and "in series" not in str(found[1])
+    assert found[0].choices().rows == tables[0].choices().rows
+    assert path.read_text().count('"kind":"names"') == 3
+    older = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in older:
+        line.pop("alternative", None), line.pop("components", None)
+    path.write_text("".join(json.dumps(line) + "\n" for line in older))
+    plain = history.read(path).influences
+    assert plain == found and [row.alternative for row in plain[0]] == [None] * 3
+
+
+def test_a_monitored_run_knows_what_is_in_series(tmp_path: Path) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.branch, self.last = (nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.last(x + self.branch(x)).sum()
+
+    model = Residual()
+    with gt.Monitor(model, every=1, budget=None, file=tmp_path / "run.jsonl") as monitor:
+        monitor.step(model(torch.ones(2, 3)))
+    (found,) = history.read(tmp_path / "run.jsonl").influences
+    marks = {row.name: row.alternative for row in found}
+    assert marks["branch"] is True and marks["last"] is False
+    assert str(found).count("in series") == 2  # the row and its note
 
 
 def test_a_line_is_small(tmp_path: Path) -> None:
@@ -224,6 +268,9 @@ def test_a_damaged_line_is_told_with_its_number(tmp_path: Path) -> None:
         {"kind": "times", "step": "x", "seconds": [1]},
         {"kind": "run", "schema_version": 1},
         {"kind": "take"},
+        {"kind": "names", "names": ["a", "b"], "alternative": [True]},
+        {"kind": "names", "names": ["a"], "alternative": [1]},
+        {"kind": "names", "names": ["a"], "components": 3},
         {"kind": "_init__"},
     ],
 )

@@ -446,7 +446,7 @@ def test_a_printed_table_says_where_the_rules_contradict_each_other(
     def found(rule: str = "greedy", **how: Any) -> str:
         return str(two_branches(rule).influence(**how))  # the trace is gone by then
 
-    said = "many: 100% by greedy, 0% by edge, 0% by viterbi"
+    said = "many: 100% by greedy, 100% by edge, 0% by viterbi"
     assert said in found() and said in found(weight="gradient") and said in found(of="x")
     assert said in found("viterbi") and said in found("edge")
     assert "contradict" not in found(of="many")

@@ -440,10 +440,20 @@ def _timed(line: Mapping[str, Any]) -> None:
         unfit("has steps out of bounds")
 
 
+def _alternatives(line: Mapping[str, Any]) -> None:
+    if len(line.get("alternative", line["names"])) != len(line["names"]):
+        unfit("does not say of every component whether it has an alternative")
+
+
 LINES: dict[str, Schema] = {
     "run": _begin,
     "resume": _begin,
-    "names": including(names=array(text())),
+    "names": each_of(
+        including(
+            {"alternative": array(maybe(boolean())), "components": text()}, names=array(text())
+        ),
+        _alternatives,
+    ),
     "step": including(
         {"influence": STEP_TABLE},
         step=integer(0, tuning.MAX_STEPS),

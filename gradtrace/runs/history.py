@@ -3,12 +3,14 @@
 Each line is a JSON object with a ``kind``. The first is the header; nothing is ever rewritten::
 
     {"kind": "run", "schema_version": 1, "step": 0, "settings": {...}, "versions": {...}}
-    {"kind": "names", "names": ["encoder", "head"]}
+    {"kind": "names", "names": ["encoder", "head"], "alternative": [true, false]}
     {"kind": "step", "step": 0, "loss": 2.3, "influence": {...}, "norms": {...}, ...}
     {"kind": "times", "step": 0, "seconds": [0.012, 0.011, null]}
     {"kind": "skipped", "step": 0, "count": 4, "every": 20, "budget": 0.03}
     {"kind": "end", "step": 250, "share": 0.02}
 
+``names`` are the components of the tables after it; ``alternative`` says which of them a path can
+go around (not in older files), ``components`` of which kind they are, if the Monitor was told one.
 ``skipped`` counts the steps after that one that were due and not traced, for lack of budget. Of two
 lines of one kind and step the later one counts. A line is on disk before training goes on. A torn
 last line (the process was killed while it wrote) is left out with a note; a run that continues the
@@ -278,6 +280,8 @@ class HistoryReader:
         self.records: Timeline[StepRecord] = Timeline()
         self.seconds: Timeline[float] = Timeline()
         self.names: list[str] | None = None
+        self.alternative: list[bool | None] = []
+        self.components = ""
         self.running = True
         self.until: int | None = None
         self.share = math.nan
@@ -366,6 +370,8 @@ class HistoryReader:
 
     def _take_names(self, line: dict[str, Any]) -> None:
         self.names = line["names"]
+        self.alternative = line.get("alternative", [None] * len(line["names"]))
+        self.components = line.get("components", "")
 
     def _take_step(self, line: dict[str, Any]) -> None:
         table, step = line.get("influence"), line["step"]
@@ -385,10 +391,11 @@ class HistoryReader:
     def _table(self, table: dict[str, Any]) -> Influence:
         if self.names is None or len(self.names) != len(table["rows"]):
             unfit("has a table whose components have no names")
-        names, rows = self.names, table["rows"]
+        names, rows, alternative = self.names, table["rows"], self.alternative
         return Influence.later(
             names,
-            lambda: tuple(map(_unpacked, names, rows)),
+            lambda: tuple(map(_unpacked, names, rows, alternative)),
+            kind=self.components,
             pairs=table["pairs"],
             weight=table["weight"],
             rule=table["rule"],
@@ -445,18 +452,18 @@ def _maybe(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _unpacked(name: str, row: Sequence[Any]) -> Row:
+def _unpacked(name: str, row: Sequence[Any], alternative: bool | None) -> Row:
     """The inverse of ``_packed``."""
     own, unreached, *sums = row
     if len(sums) == 2:
         count, gradient = (Moments(*(Fraction(*pair) for pair in each)) for each in sums)
-        return Row(name, own, unreached, count, gradient)
+        return Row(name, own, unreached, count, gradient, alternative)
     t, e, gt, ge = map(float, sums[:4])
     count, gradient = Moments.of(t, e), Moments.of(gt, ge)
     if len(sums) > 4:
         count.sampling = SamplingVariance(*map(Fraction, sums[4:9]))
         gradient.sampling = SamplingVariance(*map(Fraction, sums[9:]))
-    return Row(name, own, unreached, count, gradient)
+    return Row(name, own, unreached, count, gradient, alternative)
 
 
 def scalars(record: StepRecord, prefix: str = "gradtrace/") -> dict[str, float]:

@@ -40,7 +40,7 @@ class Writer:
             None if path is None else Path(path).expanduser(),
             lambda left: again(left) if (again := restart()) is not None else (),
         )
-        self._names: list[str] | None = None  # those of the last table
+        self._names: dict[str, Any] | None = None  # the line of the last table's components
         try:
             self._header = self._begin(json.loads(json.dumps(json_value(settings))), start)
             self.first = self._next = int(self._header["step"])
@@ -83,7 +83,7 @@ class Writer:
         """The lines that later ones need, if others have changed the file to ``left``."""
         again = [{**self._header, "kind": "resume" if left else "run", "step": self._next}]
         if self._names is not None:
-            again.append({"kind": "names", "names": self._names})
+            again.append(self._names)
         return list(map(jsonl.line_of, again))
 
     def record(self, record: StepRecord) -> None:
@@ -123,9 +123,14 @@ class Writer:
         return history.parse(self._file.content(), str(self.path or "this run"))
 
     def _table(self, table: Influence) -> dict[str, Any]:
-        names = [row.name for row in table]
+        names = {
+            "kind": "names",
+            "names": [row.name for row in table],
+            "alternative": [row.alternative for row in table],
+            **({"components": table.kind} if table.kind else {}),
+        }
         if self._names != names:
-            self._put({"kind": "names", "names": names})
+            self._put(names)
             self._names = names
         return {
             "rows": [_packed(row) for row in table],

@@ -70,6 +70,7 @@ class StepTracer:
                 "computed from its output without detach() and with parameters that require grad"
             )
         table = trace.influence(self.components, sample=self.sample, seed=self.seed)
+        table = replace(table, source=None)  # which may keep activations
         flow = trace.flow()
         norms = {row.module: Norms(row.norm, row.own) for row in flow}
         return trace, StepResult(0.0, 1.0, table, flow.verdict, norms)
