@@ -4,8 +4,8 @@
     python tests/results.py --against before.json  # in this one, with the same torch
 
 For the operators of PyTorch's database and the architectures of the other tests: gradients, tables
-of influence by both rules, values in MAX and COUNT, and paths. Public names only, so that this file
-runs in older checkouts too: copy it there.
+of influence by all rules, values in MAX and COUNT, and paths. Public names only, so that this file
+runs in older checkouts too: copy it there (before there was an edge: ``--rules greedy viterbi``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.semirings import COUNT, MAX
 
-RULES = ("greedy", "viterbi")
+RULES = ("greedy", "edge", "viterbi")
 PATHS = 20
 
 
@@ -74,36 +74,39 @@ def attempted(results: dict[str, list[str]], name: str, parts: Iterator[str]) ->
     results[name] = found
 
 
-def of_operator(loss: Tensor, leaves: list[Tensor]) -> Iterator[str]:
-    """Digests for one loss."""
-    names = {f"x{n}": leaf for n, leaf in enumerate(leaves)}
+def of_semirings(loss: Tensor, names: dict[str, Tensor]) -> Iterator[str]:
+    """Digests of the values of one loss in other semirings."""
     for semiring in (MAX, COUNT):
         values = gt.backward(loss, semiring, names=names)
         yield digest(*values.values())
-    for rule in RULES:
-        yield from of_trace(gt.trace(loss, names=names, rule=rule), "operators")
 
 
-def of_architecture(name: str) -> Iterator[str]:
+def of_operator(loss: Tensor, names: dict[str, Tensor], rule: str) -> Iterator[str]:
+    """Digests for one loss."""
+    yield from of_trace(gt.trace(loss, names=names, rule=rule), "operators")
+
+
+def of_architecture(name: str, rule: str) -> Iterator[str]:
     """Digests for a watched model."""
     model, loss_of = ARCHITECTURES[name]()
-    for rule in RULES:
-        torch.manual_seed(1)
-        with gt.watch(model) as watch:
-            loss = loss_of(model)
-        yield from of_trace(watch.trace(loss, rule=rule), None)
+    torch.manual_seed(1)
+    with gt.watch(model) as watch:
+        loss = loss_of(model)
+    yield from of_trace(watch.trace(loss, rule=rule), None)
 
 
-def results(samples: int, share: int) -> dict[str, list[str]]:
+def results(samples: int, share: int, rules: Sequence[str] = RULES) -> dict[str, list[str]]:
     """Digests by name."""
     found: dict[str, list[str]] = {}
-    for name in ARCHITECTURES:
-        attempted(found, name, of_architecture(name))
-    for n, op in enumerate(entries()):
-        if n % share:
-            continue
+    for name in [*ARCHITECTURES][::share]:
+        for rule in rules:
+            attempted(found, f"{name} by {rule}", of_architecture(name, rule))
+    for op in [*entries()][::share]:
         for k, (loss, leaves) in enumerate(losses(op, torch.float32, samples)):
-            attempted(found, f"{label(op)} {k}", of_operator(loss, leaves))
+            names, called = {f"x{n}": leaf for n, leaf in enumerate(leaves)}, f"{label(op)} {k}"
+            attempted(found, called, of_semirings(loss, names))
+            for rule in rules:
+                attempted(found, f"{called} by {rule}", of_operator(loss, names, rule))
     return found
 
 
@@ -113,11 +116,12 @@ def main() -> int:
     parser.add_argument("out", nargs="?")
     parser.add_argument("--against")
     parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--share", type=int, default=1, help="one operator in so many")
+    parser.add_argument("--share", type=int, default=1, help="one in so many")
+    parser.add_argument("--rules", nargs="+", default=RULES)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found = results(given.samples, given.share)
+    found = results(given.samples, given.share, given.rules)
     if given.out:
         Path(given.out).write_text(json.dumps(found, indent=1))
     if not given.against:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from glob import escape
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir import interpreter
+from gradtrace.ir.program import Program
 from gradtrace.semirings import Abs
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import SUMS, ComponentFinder
-from gradtrace.tracing.mass import Mass
+from gradtrace.tracing.mass import Mass, gradient_size
 
 GRAPHS, EACH = few(200, 2000), 40
 POWERS = (1.0, 2.0, 8.0)
@@ -299,13 +301,34 @@ def test_the_total_is_that_of_the_semiring() -> None:
         assert trace.mass(p=p).total == pytest.approx(wanted, rel=1e-12)
 
 
-def test_large_models_do_not_sum_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_sum_their_gradients_when_they_are_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trace = traced("Residual")
     table = trace.mass()
     assert trace.cancellation() == pytest.approx(table.cancellation, rel=1e-12)
     monkeypatch.setattr("gradtrace.tracing.mass.GRADIENT_MAX_ELEMENTS", 3)
-    assert isnan(trace.mass().cancellation)
-    assert "cancels" not in str(trace.mass())
+    asked = []
+
+    def counted(program: Program) -> float:
+        asked.append(program)
+        return gradient_size(program)
+
+    monkeypatch.setattr("gradtrace.tracing.mass.gradient_size", counted)
+    later, printed, unread = trace.mass(), trace.mass(), trace.mass()
+    assert not asked and later == table
+    assert later.gradient == later.gradient == table.gradient and len(asked) == 1
+    assert str(printed) == str(table) and "the rest cancels" in str(printed)
+    assert pickle.loads(pickle.dumps(trace.mass())).cancellation == table.cancellation
+    with torch.no_grad():
+        trace.program.leaves[0].tensor.add_(1.0)
+    assert isnan(unread.cancellation) and "was changed" in str(unread)
+    assert isnan(trace_gone().cancellation) and "trace is gone" in str(trace_gone())
+    assert later.gradient == table.gradient  # known from before
+
+
+def trace_gone() -> Mass:
+    return traced("Residual").mass()
 
 
 def test_deep_graphs_do_not_leave_the_range() -> None:

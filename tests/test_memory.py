@@ -10,8 +10,12 @@ import gradtrace as gt
 from gradtrace.errors import TooLarge
 from gradtrace.ir import memory
 from gradtrace.ir.memory import ID_BYTES
+from gradtrace.ir.passes import storage
+from gradtrace.ir.passes.provenance import analyse_provenance
 from gradtrace.trace import Trace
 from gradtrace.tracing import tally
+from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.traced_value import sizes
 
 
 def chain(layers: int, keep: bool) -> Trace:
@@ -37,6 +41,44 @@ def test_kept_values_cost_their_marks_only() -> None:
     assert memory.streaming(program, kept=False) == 2 * 1000 * (
         4 + ID_BYTES
     )  # of no use to viterbi
+
+
+def expanded(rule: str) -> Trace:
+    """One user of y sums three contributions, the other has one."""
+    x = torch.ones(1000, requires_grad=True)
+    y = x * 1.0
+    loss = y.expand(3, 1000).sum() + (y * 2.0).sum()
+    trace = gt.trace(loss, names={"x": x}, rule=rule)
+    trace.program.kept.clear()
+    return trace
+
+
+def test_sizes_of_edges_count() -> None:
+    """By ``edge`` the sums of ``expand`` are held with the size of their largest contribution."""
+    trace = expanded("edge")
+    chosen = component_finder(trace).choose("operators")
+    bounds = analyse_provenance(trace.program, chosen.component_bits)
+    (sized,) = storage._sized(trace.program, bounds)
+    needed = memory.streaming(trace.program, kept=False, sized={sized})
+    assert needed - memory.streaming(trace.program, kept=False) == 1000 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_size_of_an_edge_is_as_wide_as_it_is_compared(dtype: torch.dtype) -> None:
+    assert memory.size_bytes(dtype) == sizes(torch.ones(1, dtype=dtype)).element_size()
+
+
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
+def test_the_estimate_knows_the_rule(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as much memory as greedy takes, edge is refused: before it begins."""
+    trace = expanded(rule)
+    free = memory.streaming(trace.program, kept=False, narrow=True)
+    monkeypatch.setattr(memory, "available", lambda device: free)
+    if rule == "edge":
+        with pytest.raises(TooLarge, match="influence takes about"):
+            trace.influence("operators")
+    else:
+        assert len(trace.influence("operators"))
 
 
 def test_whole_counts_every_value_that_was_not_kept() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
@@ -35,14 +35,17 @@ MIN_FREE_RATIO = 2
 """Memory counts as short if less than this many times the need is free."""
 
 
-def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
+def streaming(
+    program: Program, kept: bool = True, narrow: bool = False, sized: Collection[int] = ()
+) -> int:
     """The most bytes that a streaming pass holds at a time, beyond the program itself.
 
     Every live value counts with its provenance ids, and with its elements unless these are in
     ``program.kept`` and the rule uses them (``kept``), as the greedy rule uses gradients. A leaf is
     tallied and freed. With ``narrow``, ids of live values are in compact storage and are widened
-    when read. On a GPU a contraction copies its operands into a workspace whose size depends on
-    the free memory; its minimum counts here.
+    when read. ``sized`` are the values that the rule ``edge`` holds with the size of their largest
+    contribution (``passes.edge_sizes``). On a GPU a contraction copies its operands into a
+    workspace whose size depends on the free memory; its minimum counts here.
     """
     seed = program.seed
     backend = backend_of(seed)
@@ -56,7 +59,10 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
     now = most = 0
     for n, step in enumerate(program.steps()):
         out, count = step.out, prod(step.shape)
-        size = here = count * (ID_BYTES if out in known else ID_BYTES + step.dtype.itemsize)
+        size = count * (ID_BYTES if out in known else ID_BYTES + step.dtype.itemsize)
+        if out in sized:
+            size += count * size_bytes(step.dtype)
+        here = size
         if compact_saving:
             here += compact_saving * sum(sizes.get(term.value, 0) for term in step.terms)
         if uses_workspace:
@@ -72,6 +78,11 @@ def streaming(program: Program, kept: bool = True, narrow: bool = False) -> int:
                 now -= held.pop(term.value, 0)
                 sizes.pop(term.value, None)
     return most
+
+
+def size_bytes(dtype: torch.dtype) -> int:
+    """Bytes of the size of a contribution: half precisions are compared in float32."""
+    return max(dtype.itemsize, 4)
 
 
 def workspace(map_: Map, backend: Backend) -> int:
@@ -90,10 +101,16 @@ def _workspace(spec: str, x: Shape, w: Shape, backend: Backend) -> int:
     return backend.workspace_bytes(shape, how.size(how.inner))
 
 
-def ample(program: Program, device: torch.device, budget: int | None = None) -> bool:
-    """Whether a streaming pass fits even if no value is ever freed. Cheaper than ``streaming``."""
+def ample(
+    program: Program, device: torch.device, budget: int | None = None, sized: bool = False
+) -> bool:
+    """Whether a streaming pass fits even if no value is ever freed, and, with ``sized``, all have
+    sizes. Cheaper than ``streaming``.
+    """
     steps = program.steps()
     most = sum([prod(shape) * (ID_BYTES + dtype.itemsize) for _, _, shape, dtype in steps])
+    if sized:
+        most += sum([prod(shape) * size_bytes(dtype) for _, _, shape, dtype in steps])
     return not short(most + backend_of(device).workspace_max_bytes(), device, budget)
 
 

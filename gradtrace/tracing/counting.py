@@ -53,7 +53,9 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
     tally = Tally(facts, traced.program, traced.pairs)
     if traced.granularity == "scalar":
         kept, budget = traced.uses_kept, traced.budget
-        storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY)
+        bounds = tally.bounds = analyse_provenance(traced.program, chosen.component_bits)
+        edges = bounds if traced.rule == "edge" else None
+        storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY, edges)
         tally.room = storage.batch_bytes
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         for found, gradient in _traced_leaves(traced, facts, storage):

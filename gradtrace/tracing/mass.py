@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import inf, isnan, nan
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
@@ -42,7 +45,9 @@ REMEDY = "trace fewer samples at a time, or measure fewer components"
 
 
 GRADIENT_MAX_ELEMENTS = 1 << 22
-"""The most leaf elements whose gradients are summed besides; of large models that takes as long."""
+"""The most leaf elements whose gradients are summed at once; those of large models take half of a
+backward pass, so they are summed when they are asked for.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,16 +89,18 @@ class Mass(Tabular):
     With ``p = 1`` all paths count by what they carry; with larger p the heaviest count more, and in
     the limit only the path that the rule "viterbi" finds. For several losses, masses are summed
     over pairs before they are divided, and ``errors`` are over pairs. ``total`` is the mass of all
-    paths, ``gradient`` is ``Σ |gradient|`` over all leaves (of one loss, for ``p = 1``, up to four
-    million elements, else nan; see ``Trace.cancellation``).
+    paths.
     """
 
     rows: tuple[MassRow, ...]
     p: float = 1.0
     pairs: int = 1
     total: float = nan
-    gradient: float = nan
     notes: tuple[str, ...] = ()
+    source: Callable[[], float] | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "size": self.gradient, "source": None}
 
     def __getitem__(self, name: str) -> MassRow:
         for row in self.rows:
@@ -124,9 +131,20 @@ class Mass(Tabular):
         return {row.name: row.moments.error(self.pairs) for row in self.rows}
 
     @property
+    def gradient(self) -> float:
+        """``Σ |gradient|`` over all leaves, of one loss and for ``p = 1``; else nan. Of more than
+        four million elements it is summed when first asked for or printed, which takes the trace;
+        if that is gone, or was changed, it is nan.
+        """
+        if "size" not in self.__dict__:
+            self.__dict__["size"] = nan if self.source is None else self.source()
+        return float(self.__dict__["size"])
+
+    @property
     def cancellation(self) -> float:
         """``Σ |weight| / Σ |gradient|``, at least 1: how many times the gradient the paths carry
-        that cancel in it. nan where ``gradient`` is.
+        that cancel in it. nan where ``gradient`` is; ``Trace.cancellation`` is that of several
+        losses.
         """
         return self.total / self.gradient if self.gradient else nan
 
@@ -147,7 +165,7 @@ class Mass(Tabular):
                 rows=rows,
                 pairs=result.pairs + other.pairs,
                 total=result.total + other.total,
-                gradient=nan,
+                source=None,
                 notes=tuple(sorted({*result.notes, *other.notes})),
             )
         return result
@@ -183,6 +201,11 @@ class Mass(Tabular):
             words.append(
                 f"all paths carry {self.cancellation:.3g} times the gradient: the rest cancels"
             )
+        elif self.source is not None and isnan(self.gradient):
+            words.append(
+                "how many times the gradient all paths carry is not known, as the trace is gone or "
+                "was changed: print the table before, or keep trace.cancellation()"
+            )
         apart = [row.name for row in self.rows if not row.moments.e]
         if apart:
             shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if apart[3:] else "")
@@ -196,7 +219,8 @@ class Mass(Tabular):
 def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
     """The table of components; see ``Mass``."""
     checked_power(p)
-    return mass_through(traced, component_finder(traced).choose(components), p)
+    table = mass_through(traced, component_finder(traced).choose(components), p)
+    return replace(table, source=_gradient_source(traced)) if p == 1 == traced.pairs else table
 
 
 def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1.0) -> Mass:
@@ -218,8 +242,6 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
 
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         found = finitely(program, measured)
-        small = sum(leaf.tensor.numel() for leaf in program.leaves) <= GRADIENT_MAX_ELEMENTS
-        gradient = gradient_size(program) if p == 1 and traced.pairs == 1 and small else nan
     leaves = [
         _Leaf(v, entries.may[v] & ~owned[v], entries.mixed(v) & ~owned[v]) for v in found[0].leaves
     ]
@@ -229,7 +251,28 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
     )
     masses = sum(sum(each.leaves.values()) for each in found)
     total = as_float(in_units(masses, found[0].power))
-    return Mass(rows, float(p), traced.pairs, total, gradient, traced.notes)
+    return Mass(rows, float(p), traced.pairs, total, traced.notes)
+
+
+def _gradient_source(traced: TracedProgram) -> Callable[[], float]:
+    """``Mass.gradient``: known already if there are few leaf elements. It does not keep the trace
+    alive.
+    """
+    if sum(leaf.tensor.numel() for leaf in traced.program.leaves) <= GRADIENT_MAX_ELEMENTS:
+        size = gradient_size(traced.program)
+        return lambda: size
+    trace = ref(traced)
+
+    @isolated()
+    def measure() -> float:
+        there = trace()
+        with suppress(GradtraceError):
+            if there is not None:
+                there.check_unchanged()
+                return gradient_size(there.program)
+        return nan
+
+    return measure
 
 
 def gradient_size(program: Program) -> float:
