@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import results
 import torch
 from bruteforce import ScalarGraph
 from randomgraphs import build
@@ -581,3 +582,15 @@ def test_data_sets_and_files(tmp_path: Path) -> None:
     with gt.Monitor(model, every=1, rule="edge", budget=None) as monitor:
         monitor.step(model(x).square().mean())
     assert monitor.history.records
+
+
+def test_versions_are_compared_by_every_rule() -> None:
+    """``tests/results.py`` digests what each of them finds: here they choose three paths."""
+    assert set(results.RULES) == set(PATH_RULES)
+    x = torch.tensor(1.0, requires_grad=True)
+    d = x * 1.0
+    loss = x.expand(3).sum() + x * 2.0 + (d * 5.0 - d * 4.5)
+    found = [[*results.of_operator(loss, {"x": x}, rule)] for rule in results.RULES]
+    gradients, _, paths = zip(*found)
+    assert len(set(gradients)) == 1 and len(set(paths)) == 3
+    assert found == [[*results.of_operator(loss, {"x": x}, rule)] for rule in results.RULES]
