@@ -53,8 +53,7 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
     tally = Tally(facts, traced.program, traced.pairs)
     if traced.granularity == "scalar":
         kept, budget = traced.uses_kept, traced.budget
-        bounds = tally.bounds = analyse_provenance(traced.program, chosen.component_bits)
-        edges = bounds if traced.rule == "edge" else None
+        edges = facts.bounds(traced.program) if traced.rule == "edge" else None
         storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY, edges)
         tally.room = storage.batch_bytes
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):

@@ -13,7 +13,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.tracing.agreement import PATH_RULES, warning_of
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.components import Components
-from gradtrace.tracing.counting import component_finder, counted
+from gradtrace.tracing.counting import chosen_components, counted
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence, Weight
 from gradtrace.tracing.leaf_selection import Leaves, selected
@@ -90,7 +90,7 @@ def by_other_rules(
         return []
     with suppress(GradtraceError):
         trace.check_unchanged()
-        chosen = component_finder(trace).choose(components)
+        chosen = chosen_components(trace, components)
         part = trace if of is None else selected(trace, of)
         others = (rule for rule in PATH_RULES if rule != trace.rule)
         return [counted(replace(part, rule=rule), chosen) for rule in others]
