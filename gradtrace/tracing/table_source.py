@@ -39,7 +39,8 @@ class TraceSource:
     A table does not keep its trace alive, which holds the activations of a forward pass. But the
     trace of ``print(gt.trace(loss).influence())`` is gone before the table is printed. So the
     table of the last trace keeps its program if that is small: at most ``KEPT_MAX_BYTES`` are held,
-    until the next trace makes a table, or the table is gone.
+    until the next trace makes a table, or the table is gone. Of a sharded model nothing is measured
+    when a table is printed: one rank may print it, and weights are gathered by all.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TraceSource:
     def measure(self) -> Coverage | None:
         """The coverage; None if the trace is gone, or can no longer be followed."""
         trace = self._measures()
-        if trace is not None and trace.granularity == "scalar":
+        if trace is not None and trace.granularity == "scalar" and not trace.sharded:
             with suppress(GradtraceError):
                 return trace.coverage(of=self._of)
         return None
@@ -86,7 +87,7 @@ def by_other_rules(
     """The tables by the other rules; none if the program is large, or has been changed."""
     steps = trace.program.steps()
     elements = sum(prod(step.shape) + OPERATOR_ELEMENTS for step in steps) * trace.pairs
-    if trace.granularity == "operator" or elements > COMPARED_MAX_ELEMENTS:
+    if trace.granularity == "operator" or elements > COMPARED_MAX_ELEMENTS or trace.sharded:
         return []
     with suppress(GradtraceError):
         trace.check_unchanged()

@@ -75,14 +75,20 @@ class TracedProgram:
 
     def held_bytes(self, most: int) -> float:
         """The bytes of the weights, activations and gradients that the program holds; infinite for
-        more than ``most`` tensors.
+        more than ``most`` tensors, and for a sharded model.
         """
         assert self._states is not None
-        tensors = [*(t for t, _ in self._states.versions), *self.program.kept.values()]
-        if len(tensors) > most:
+        tensors = [*[t for t, _ in self._states.versions], *self.program.kept.values()]
+        if len(tensors) > most or self.sharded:
             return inf
         storages = [tensor.untyped_storage() for tensor in tensors]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        held: dict[int, int] = {each.data_ptr(): each.nbytes() for each in storages}
+        return sum(held.values())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered when they are read, which all ranks must do together."""
+        return any(leaf.shard is not None for leaf in self.program.leaves)
 
     @property
     def notes(self) -> tuple[str, ...]:
