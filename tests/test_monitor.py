@@ -58,7 +58,7 @@ def train(model: nn.Module, steps: int, monitor: gt.Monitor | None = None, **mor
 def direct(model: nn.Module, batch: Batch, **how: Any) -> Influence:
     with gt.watch(model) as watch:
         loss = loss_of(model, batch)
-    return watch.trace(loss).influence(**{"sample": 10_000, **how})
+    return watch.trace(loss).influence(**how)
 
 
 def hooks(model: nn.Module) -> int:
@@ -217,7 +217,7 @@ def test_autocast_is_no_matter() -> None:
         loss = functional.cross_entropy(model(x).float(), y)
     trace = watch.trace(loss)
     assert found[0] is not None and found[1] is not None
-    assert found[0].influence == found[1].influence == trace.influence(sample=10_000)
+    assert found[0].influence == found[1].influence == trace.influence()
     assert found[0].norms == found[1].norms
     assert found[0].norms["0"].own == trace.flow()["0"].own
     assert {p.dtype for p in model.parameters()} == {torch.float32}

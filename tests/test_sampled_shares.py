@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from math import isnan, sqrt
+from pathlib import Path
 
 import architectures
 import numpy as np
@@ -14,7 +15,9 @@ from test_influence import Skip
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.errors import GradtraceError
 from gradtrace.io.schemas import INFLUENCE
+from gradtrace.runs import history
 from gradtrace.trace import Trace
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.followed import follow_elements
@@ -23,6 +26,8 @@ from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.sampling import Drawn, drawn_variances, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
+from gradtrace.training import tuning
+from gradtrace.training.step_tracer import StepTracer
 
 
 class TwoCells(nn.Module):
@@ -232,3 +237,65 @@ def test_every_pair_has_a_sample_of_its_own() -> None:
     trace = traced(model, lambda: model(x).square().sum(1))
     assert trace.influence(["b"]).errors["b"] == 0.0  # all losses are the same
     assert trace.influence(["b"], sample=20).errors["b"] > 0
+
+
+# Data sets, and while training ------------------------------------------------------------------
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().sum(1)
+    return found
+
+
+def test_a_data_set_draws_others_for_every_pair() -> None:
+    torch.manual_seed(0)
+    model, same = Skip(), [torch.ones(2, 6)] * 2
+    exact = gt.influence(model, losses, same, progress=False)
+    assert exact.errors["b"] == 0.0
+    table = gt.influence(model, losses, same, sample=20, progress=False)
+    assert table.pairs == 4 and table.errors["b"] > 0
+    assert table == gt.influence(model, losses, same, sample=20, progress=False)
+    assert table != gt.influence(model, losses, same, sample=20, seed=1, progress=False)
+    assert [note for note in table.notes if "20 of 105 elements" in note]
+    with pytest.raises(GradtraceError, match="from 1 on"):
+        gt.influence(model, losses, same, sample=0, progress=False)
+
+
+def test_errors_of_a_data_set_have_both_parts() -> None:
+    """Between pairs, and of their samples: the exact share over other data is within them."""
+    torch.manual_seed(0)
+    model, data = Skip(), torch.randn(10, 4, 6)
+    exact = gt.influence(model, losses, list(data), progress=False, coverage=False)
+    found = []
+    for seed, some in enumerate(data):
+        how = {"sample": 30, "seed": seed, "progress": False, "coverage": False}
+        table = gt.influence(model, losses, [some], **how)  # type: ignore[arg-type]
+        error = table["b"].count.error(table.pairs)
+        found.append(abs(table.shares["b"] - exact.shares["b"]) <= 1.96 * error)
+    assert sum(found) >= 8
+
+
+def test_a_monitor_samples_large_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuning, "EXACT_MAX_ELEMENTS", 104)
+    monkeypatch.setattr(tuning, "SAMPLED_ELEMENTS", 25)
+    monkeypatch.setattr(StepTracer, "told", False)
+    torch.manual_seed(0)
+    model, x = Skip(), torch.randn(5, 6)
+    tables = []
+    for sample in ("auto", None, 40):
+        file = tmp_path / f"{sample}.jsonl"
+        with gt.Monitor(model, every=1, sample=sample, file=file, budget=None) as monitor:  # type: ignore[arg-type]
+            for _ in range(2):
+                monitor.step(model(x).square().sum())
+        tables.append(history.read(file).influences[-1])
+        assert monitor.history.influences[-1] == tables[-1]
+    said = capsys.readouterr().err
+    assert said.count("follows the paths of 25 of 105 elements") == 1
+    assert tables[0].sampled and tables[0].errors["b"] > 0 and "25 of 105" in tables[0].notes[0]
+    assert not tables[1].sampled and "40 of 105" in tables[2].notes[0]
+    monkeypatch.setattr(tuning, "EXACT_MAX_ELEMENTS", 105)
+    with gt.Monitor(model, budget=None) as monitor:
+        monitor.step(model(x).square().sum())
+    assert not monitor.history.influences[-1].sampled

@@ -28,6 +28,8 @@ from gradtrace.pytorch.side_effects import restored
 from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.leaf_selection import Leaves, taking_part
+from gradtrace.tracing.measures import positive
+from gradtrace.tracing.sampling import seed_of
 from gradtrace.tracing.traced_program import indices
 from gradtrace.watch import watch
 
@@ -48,6 +50,8 @@ def influence(
     weight: str = "count",
     of: Leaves | None = None,
     index: int | Sequence[int] | None = None,
+    sample: int | None = None,
+    seed: int = 0,
     rule: str = "greedy",
     granularity: str = "scalar",
     checkpoint: str | os.PathLike[str] | None = None,
@@ -64,6 +68,10 @@ def influence(
     changed. ``of`` and ``index`` are as in ``Trace.influence``: the influence on some parameters
     alone, or on one element, over all pairs. The table says what part of the gradient its paths
     carry (``table.coverage``), from a sample of the first batches, unless ``coverage=False``.
+
+    With ``sample`` only the paths of that many random elements are followed, of others for every
+    pair, drawn with ``seed``. What differs between pairs then includes the error of their samples,
+    so that the standard error, over pairs, is that of both together.
 
     With ``checkpoint`` the counts are written to that file after every batch, and a run that finds
     the file continues with the batches that are not in it. The file identifies the weights, the
@@ -96,6 +104,7 @@ def influence(
         "granularity": granularity,
         **({} if of is None else {"of": of if isinstance(of, str) else list(of)}),
         **({} if index is None else {"index": list(indices(index))}),
+        **({} if sample is None else {"sample": positive("sample", sample), "seed": seed}),
     }
 
     def measure(watched: watch, loss: Tensor, number: int) -> Influence:
@@ -103,8 +112,10 @@ def influence(
         wanted = of if of is None else taking_part(trace, of, _parameters(model))
         if wanted == []:  # none of them takes part in this loss, so there are no paths
             return Influence((), trace.pairs, checked_weight(weight), rule)
-        table = trace.influence(components, weight, of=wanted, index=index)
-        known = table.measured  # for an element
+        table = trace.influence(
+            components, weight, of=wanted, index=index, sample=sample, seed=seed_of(seed, number)
+        )
+        known = table.measured if sample is None else None  # for an element
         if coverage and known is None and number < COVERED_BATCHES and granularity == "scalar":
             known = trace.coverage(COVERED_ELEMENTS, of=wanted)
         return replace(table, measured=known if coverage else None)

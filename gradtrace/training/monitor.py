@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components, spelt
+from gradtrace.tracing.sampling import seed_of
 from gradtrace.training import gathering, run_report, tuning
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
@@ -64,11 +65,12 @@ class Monitor:
                 optimizer.zero_grad()
 
     Every ``every`` steps the influence of the model's modules (or of ``components``, as in
-    ``trace.influence``) is measured with the paths of ``sample`` elements (None: of all), with the
-    verdict on the gradient's flow and its norms. Other steps cost some microseconds. All traces
-    take at most ``budget`` of training time in total (None: no bound): the next one is deferred
-    until it is affordable, with one warning, and ``history.skipped`` counts the steps that were
-    due. The first step is always traced. ``monitor.cost`` is what tracing took so far.
+    ``trace.influence``) is measured, with the verdict on the gradient's flow and its norms. Only
+    the paths of ``sample`` random elements are counted, with standard errors (``"auto"``: all of a
+    model of up to 30 million elements, else 10,000; None: all). Other steps cost some microseconds.
+    All traces take at most ``budget`` of training time in total (None: no bound): the next one is
+    deferred until it is affordable, with one warning, and ``history.skipped`` counts the steps that
+    were due. The first step is always traced. ``monitor.cost`` is what tracing took so far.
 
     Results go to the append-only ``file`` (an existing file is continued, from step ``start`` if
     given), to ``loggers`` (see ``gradtrace.training.loggers``), and into ``monitor.history``. A
@@ -103,7 +105,7 @@ class Monitor:
         model: nn.Module,
         *,
         every: int = 100,
-        sample: int | None = 10_000,
+        sample: int | Literal["auto"] | None = "auto",
         components: Components = None,
         rule: str = "greedy",
         seed: int = 0,
@@ -118,16 +120,18 @@ class Monitor:
         distributed: bool | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        _check(model, budget, rule, every=every, accumulate=accumulate, sample=sample)
+        counts = {} if sample == "auto" or sample is None else {"sample": sample}
+        _check(model, budget, rule, every=every, accumulate=accumulate, **counts)
         if ShardedModel.of(model) is not None:  # what ranks gather, they gather together
             sample, budget, view = None, None, False
         self.model, self.every, self.accumulate = model, every, accumulate
         self._page, self._budget = report, Budget(budget, clock)
-        self._tracer = StepTracer(model, sample, components, rule, seed)
         name, sinks = type(unwrapped(model)).__name__, Loggers(loggers)
-        settings = {**vars(self._tracer), "model": name, "components": spelt(components)}
         group = process_group.chosen(False if distributed is False else None)
         self._exchange = RankExchange(group, f"monitor/{name}")
+        own_seed = seed_of(seed, self._exchange.rank)  # samples of ranks are independent
+        self._tracer = StepTracer(model, sample, components, rule, own_seed)
+        settings = {**vars(self._tracer), "model": name, "components": spelt(components)}
         self._gathering = _opened(self._exchange, sinks, file, settings, start)
         self._schedule = Schedule(every, accumulate, self._budget, self._exchange)
         self._schedule.base = self._gathering.base if self._gathering else start or 0
@@ -375,7 +379,7 @@ def _opened(
     return found
 
 
-def _check(model: nn.Module, budget: float | None, rule: str, **counts: int | None) -> None:
+def _check(model: nn.Module, budget: float | None, rule: str, **counts: int) -> None:
     """Check the arguments of a Monitor."""
     if not isinstance(model, nn.Module):
         raise GradtraceError(f"Monitor takes a torch.nn.Module, got {type(model).__name__}")
@@ -387,6 +391,5 @@ def _check(model: nn.Module, budget: float | None, rule: str, **counts: int | No
     if rule not in RULES:
         raise GradtraceError(not_one_of("rule", rule, RULES))
     for name, number in counts.items():
-        whole = isinstance(number, int) and not isinstance(number, bool) and number >= 1
-        if not whole and (number is not None or name != "sample"):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise GradtraceError(f"{name} is a whole number from 1 on, not {number!r}")

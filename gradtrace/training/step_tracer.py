@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from gradtrace.runs.history import Norms
 from gradtrace.runs.step_results import StepResult, unscaled
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components
+from gradtrace.training import tuning
 from gradtrace.watch import watch
 
 HOOKED = (
@@ -38,10 +40,11 @@ class StepTracer:
     """What is measured of a traced step, as in ``Trace.influence``."""
 
     model: nn.Module
-    sample: int | None
+    sample: int | Literal["auto"] | None
     components: Components
     rule: str
     seed: int
+    told: ClassVar[bool] = False  # whether it has been said that elements are sampled
 
     def result(
         self, loss: Tensor, scale: float | Scaler, watched: watch
@@ -69,11 +72,28 @@ class StepTracer:
                 "takes part in this loss; pass the loss of the model that Monitor was made with, "
                 "computed from its output without detach() and with parameters that require grad"
             )
-        table = trace.influence(self.components, sample=self.sample, seed=self.seed)
+        table = trace.influence(self.components, sample=self._sample(trace), seed=self.seed)
         table = replace(table, source=None)  # which may keep activations
         flow = trace.flow()
         norms = {row.module: Norms(row.norm, row.own) for row in flow}
         return trace, StepResult(0.0, 1.0, table, flow.verdict, norms)
+
+    def _sample(self, trace: Trace) -> int | None:
+        """How many elements are followed; None: all are counted, as they are few enough."""
+        if self.sample != "auto":
+            return self.sample
+        elements = sum(leaf.tensor.numel() for leaf in trace.leaves.values())
+        if elements <= tuning.EXACT_MAX_ELEMENTS:
+            return None
+        if not self.told:
+            StepTracer.told = True
+            print(
+                f"gradtrace: the Monitor follows the paths of {tuning.SAMPLED_ELEMENTS:,} of "
+                f"{elements:,} elements, so its shares have standard errors; sample=None counts "
+                "all, which costs more",
+                file=sys.stderr,
+            )
+        return tuning.SAMPLED_ELEMENTS
 
 
 @contextmanager
