@@ -102,9 +102,7 @@ def influence(
         "weight": weight,
         "rule": rule,
         "granularity": granularity,
-        **({} if of is None else {"of": of if isinstance(of, str) else list(of)}),
-        **({} if index is None else {"index": list(indices(index))}),
-        **({} if sample is None else {"sample": positive("sample", sample), "seed": seed}),
+        **_elements(of, index, sample, seed),
     }
 
     def measure(watched: watch, loss: Tensor, number: int) -> Influence:
@@ -129,6 +127,20 @@ def influence(
     )
     assert isinstance(measured, Influence)
     return measured
+
+
+def _elements(
+    of: Leaves | None, index: int | Sequence[int] | None, sample: int | None, seed: int
+) -> dict[str, Any]:
+    """Which elements are counted, as settings of a run; empty if all are."""
+    found: dict[str, Any] = {}
+    if of is not None:
+        found["of"] = of if isinstance(of, str) else list(of)
+    if index is not None:
+        found["index"] = list(indices(index))
+    if sample is not None:
+        found |= {"sample": positive("sample", sample), "seed": seed}
+    return found
 
 
 class RunOptions(NamedTuple):
