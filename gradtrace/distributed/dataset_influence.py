@@ -113,18 +113,12 @@ def influence(
         table = trace.influence(
             components, weight, of=wanted, index=index, sample=sample, seed=seed_of(seed, number)
         )
-        known = table.measured if sample is None else None  # for an element
-        if coverage and known is None and number < COVERED_BATCHES and granularity == "scalar":
-            known = trace.coverage(COVERED_ELEMENTS, of=wanted)
-        return replace(table, measured=known if coverage else None)
+        if coverage and number < COVERED_BATCHES and granularity == "scalar" and index is None:
+            return replace(table, measured=trace.coverage(COVERED_ELEMENTS, of=wanted))
+        return table if coverage and index is not None else replace(table, measured=None)
 
-    measured = over_batches(
-        "influence",
-        settings,
-        (model, loss_fn, loader),
-        measure,
-        RunOptions(checkpoint, progress, group, sharded),
-    )
+    options = RunOptions(checkpoint, progress, group, sharded)
+    measured = over_batches("influence", settings, (model, loss_fn, loader), measure, options)
     assert isinstance(measured, Influence)
     return measured
 
