@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from torch import Tensor, nn
 
+from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.distributed import batches, unwrap
 from gradtrace.distributed.checkpoint import (
     SHARED,
@@ -25,9 +27,12 @@ from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.pytorch.side_effects import restored
+from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components, spelt
+from gradtrace.tracing.coverage import Coverage
+from gradtrace.tracing.coverage import measured as coverage_of_sample
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.leaf_selection import Leaves, taking_part
+from gradtrace.tracing.leaf_selection import Leaves, selected, taking_part
 from gradtrace.tracing.measures import positive
 from gradtrace.tracing.sampling import seed_of
 from gradtrace.tracing.traced_program import indices
@@ -38,7 +43,9 @@ Measure = Callable[[watch, Tensor, int], Result]
 """Measures a loss, given the watch of its forward pass and the number of the batch."""
 
 COVERED_BATCHES, COVERED_ELEMENTS = 10, 100
-"""Coverage is measured for the first batches, each time for that many elements."""
+"""Coverage is measured for the first batches, each time for that many elements of one loss: every
+loss needs the values of its own backward pass.
+"""
 
 
 def influence(
@@ -67,7 +74,8 @@ def influence(
     one after the other and only counts are kept. The model, its mode and its gradients are not
     changed. ``of`` and ``index`` are as in ``Trace.influence``: the influence on some parameters
     alone, or on one element, over all pairs. The table says what part of the gradient its paths
-    carry (``table.coverage``), from a sample of the first batches, unless ``coverage=False``.
+    carry (``table.coverage``), from a sample of the first batches (of a vector, one of its losses),
+    unless ``coverage=False``.
 
     With ``sample`` only the paths of that many random elements are followed, of others for every
     pair, drawn with ``seed``. What differs between pairs then includes the error of their samples,
@@ -114,7 +122,7 @@ def influence(
             components, weight, of=wanted, index=index, sample=sample, seed=seed_of(seed, number)
         )
         if coverage and number < COVERED_BATCHES and granularity == "scalar" and index is None:
-            return replace(table, measured=trace.coverage(COVERED_ELEMENTS, of=wanted))
+            return replace(table, measured=_coverage(trace, wanted, loss))
         return table if coverage and index is not None else replace(table, measured=None)
 
     options = RunOptions(checkpoint, progress, group, sharded)
@@ -358,6 +366,14 @@ def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure:
             return measure(watched, loss, number)
     except GradtraceError as error:
         raise type(error)(f"batch {number}: {error}") from error
+
+
+def _coverage(trace: Trace, wanted: Leaves | None, loss: Tensor) -> Coverage:
+    """The coverage of a batch, by one of its losses, whose place differs from batch to batch."""
+    seed = crc32(str(loss.sum().item()).encode())  # the same on whichever rank
+    with isolated():
+        chosen = trace if wanted is None else selected(trace, wanted)
+        return coverage_of_sample(chosen, COVERED_ELEMENTS, seed, max_losses=1)
 
 
 def _parameters(model: nn.Module) -> list[str]:

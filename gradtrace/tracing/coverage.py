@@ -209,12 +209,14 @@ def percent(part: float) -> str:
 # Measuring ----------------------------------------------------------------------------------------
 
 
-def measured(traced: TracedProgram, sample: int, seed: int) -> Coverage:
-    """The coverage of a random sample of elements of all leaves."""
+def measured(
+    traced: TracedProgram, sample: int, seed: int, max_losses: int = MAX_LOSSES
+) -> Coverage:
+    """The coverage of a random sample of elements of all leaves, for at most ``max_losses``."""
     total = sum(leaf.tensor.numel() for leaf in traced.leaves.values()) * traced.pairs
-    found = Coverage((), sampled=sample < total or traced.pairs > MAX_LOSSES)
+    found = Coverage((), sampled=sample < total or traced.pairs > max_losses)
     traced = traced if traced._followers else replace(traced)  # values are freed afterwards
-    for followed in follow_sample(traced, sample, seed):
+    for followed in follow_sample(traced, sample, seed, max_losses):
         found += of_elements(traced, followed)
     return found
 

@@ -36,8 +36,10 @@ def follow_elements(
     return FollowedElements(pair, drawn, forest)
 
 
-def follow_sample(traced: TracedProgram, sample: int, seed: int) -> Iterator[FollowedElements]:
-    """Follow the paths of ``sample`` random elements. Of a vector of losses at most ``MAX_LOSSES``
+def follow_sample(
+    traced: TracedProgram, sample: int, seed: int, max_losses: int = MAX_LOSSES
+) -> Iterator[FollowedElements]:
+    """Follow the paths of ``sample`` random elements. Of a vector of losses at most ``max_losses``
     are chosen at random, and the sample is divided among them.
     """
     if traced.granularity == "operator":
@@ -47,7 +49,7 @@ def follow_sample(traced: TracedProgram, sample: int, seed: int) -> Iterator[Fol
         )
     sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     generator = torch.Generator().manual_seed(seed)
-    losses = torch.randperm(traced.pairs, generator=generator, device="cpu")[:MAX_LOSSES]
+    losses = torch.randperm(traced.pairs, generator=generator, device="cpu")[:max_losses]
     for number, pair in enumerate(losses.sort().values.tolist()):
         size = sample // len(losses) + (number < sample % len(losses))
         yield follow_elements(traced, sampled(sizes, size, seed + pair), pair)
