@@ -26,6 +26,7 @@ from gradtrace.kernels.sync import AsyncCopy
 from gradtrace.linops import Contract
 from gradtrace.semirings import TopK
 from gradtrace.tracing import tally
+from gradtrace.tracing.aggregate import Counts
 from gradtrace.tracing.provenance import ProvenanceTable, compact
 
 
@@ -351,13 +352,13 @@ def test_plain_leaves_are_looked_at_once(
     """Unless they hold too much."""
     wanted = plainly(devices.cancelling, "cpu")
     assert next(iter(wanted)).unreached == 3  # to one element of each leaf nothing comes
-    looks, real = [], tally.fetch_scalars
+    looks, real = [], tally._first_counts
 
-    def look(numbers: Sequence[Tensor]) -> list[float]:
-        looks.append(len(numbers))
-        return real(numbers)
+    def look(found: Sequence[Counts]) -> list[int]:
+        looks.append(len(found))
+        return real(found)
 
-    monkeypatch.setattr(tally, "fetch_scalars", look)
+    monkeypatch.setattr(tally, "_first_counts", look)
     monkeypatch.setattr(memory, "LEAF_BATCH_MAX_BYTES", room)
     assert devices.cancelling("cpu") == wanted
     assert [n for n in looks if n] == ([1, 1, 1] if room == 1 else [3])

@@ -134,6 +134,20 @@ def test_a_system_that_promises_no_more_than_it_has(tree: Tree) -> None:
     assert tree.available() == GIB
 
 
+def test_a_recent_answer_is_given_again(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_limits, "ROOT", tree.root)
+    now = [100.0]
+    monkeypatch.setattr(memory_limits, "monotonic", lambda: now[0])
+    tree.write("/proc/meminfo", f"MemAvailable: {8 << 20} kB\n")
+    assert memory_limits.recently_available() == 8 * GIB
+    tree.write("/proc/meminfo", f"MemAvailable: {4 << 20} kB\n")
+    assert memory_limits.recently_available() == 8 * GIB
+    now[0] += 2 * memory_limits.RECENT_SECONDS
+    assert memory_limits.recently_available() == 4 * GIB
+    tree.write("/proc/meminfo", f"MemAvailable: {2 << 20} kB\n")
+    assert memory_limits.available() == memory_limits.recently_available() == 2 * GIB
+
+
 SCRIPT = """
 import resource, sys, torch, gradtrace as gt
 from gradtrace.ir import memory
@@ -234,11 +248,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often it was asked what is free."""
     calls: list[int] = []
 
-    def available(root: object = None) -> int:
+    def available() -> int:
         calls.append(1)
         return 50 * GIB
 
-    monkeypatch.setattr(memory_limits, "available", available)
+    monkeypatch.setattr(memory_limits, "recently_available", available)
     return calls
 
 

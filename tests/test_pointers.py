@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import cpu_backend, cpu_contraction, cpu_library, pointers
+from gradtrace.kernels import backend_of, cpu_backend, cpu_contraction, cpu_library, pointers
 from gradtrace.kernels.operands import GroupSums, LowRankLines, Operand, TensorLines
 from gradtrace.tracing import aggregate
 from gradtrace.tracing.provenance import words_of
@@ -88,6 +88,12 @@ def lines(x: Tensor) -> LowRankLines:
     return LowRankLines(torch.ones(4, 6), [torch.ones(4, 6)], [torch.ones(4, 6)], x)
 
 
+def _batch(x: Tensor) -> Any:
+    batch = backend_of(torch.ones(1)).tally_batch(x)
+    assert batch is not None
+    return None if batch.measure(x) is None else batch.counted()
+
+
 ENTRIES: dict[str, Callable[[Tensor], Any]] = {
     "contraction, left": lambda x: ops.contract(x[None], torch.ones(1, 6, 3)),
     "contraction, right": lambda x: ops.contract(torch.ones(1, 3, 4), x[None]),
@@ -99,6 +105,7 @@ ENTRIES: dict[str, Callable[[Tensor], Any]] = {
     "merge, value": lambda x: ops.merge(torch.ones(4, 6), ints(4, 6), x, 2),
     "tally": lambda x: ops.tally(ints(4, 6), x, 2),
     "measured": ops.measure,
+    "measured with others": lambda x: _batch(x),
     "reduce": lambda x: ops.reduce(x, ints(4, 6), (0,)),
     "scatter": lambda x: ops.scatter(x.reshape(-1), ints(24), torch.arange(24), 24),
     "normalise": lambda x: ops.normalise(lines(x)),

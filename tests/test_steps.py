@@ -17,7 +17,7 @@ from thorough import few
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import cpu_library, tuning
+from gradtrace.kernels import backend_of, cpu_library, tuning
 from gradtrace.kernels.operands import Compressed, LowRankLines, Selected
 from gradtrace.linops import Around, Normaliser, Sparse
 
@@ -505,3 +505,52 @@ def test_what_the_kernel_cannot_do_is_left_to_torch() -> None:
     assert ops.normalise(LowRankLines(part, [part], [part.double()], part)) is None
     assert ops.normalise(LowRankLines(part, [part] * 3, [part] * 3, part)) is None
     assert plainly(ops.normalise, LowRankLines(part, [part], [part], part)) is None
+
+
+SIZES = (0, 1, 7, 8, 9, 31, 1023, 1024, 1032, 5000, 16_384)
+
+
+@pytest.mark.parametrize("isa", cpu_library.isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_leaves_are_measured_in_one_call(dtype: torch.dtype, isa: str) -> None:
+    """As each is by itself, and as plain torch does."""
+    before = cpu_library.isa()
+    torch.manual_seed(0)
+    leaves = []
+    for size in SIZES:
+        spread = torch.randn(size, dtype=dtype) * 10.0 ** torch.randint(-30, 30, (size,))
+        near = torch.randn(size, dtype=dtype) * (torch.rand(size) < 0.9)
+        odd = torch.where(torch.rand(size) < 0.01, math.inf, near)
+        leaves += [spread, near, odd.to(dtype), torch.zeros(size, dtype=dtype)]
+    leaves.append(torch.full((9,), torch.finfo(dtype).smallest_normal / 4, dtype=dtype))
+    leaves.append(torch.tensor([math.nan] * 8 + [1.0] * 8, dtype=dtype))
+    cpu_library.use_isa(isa)
+    try:
+        batch = backend_of(leaves[0]).tally_batch(leaves[0])
+        assert batch is not None and not batch.full(1 << 28)
+        assert [batch.measure(leaf) for leaf in leaves] == list(range(len(leaves)))
+        counts, sums = batch.counted()
+        alone = [ops.measure(leaf) for leaf in leaves]
+    finally:
+        cpu_library.use_isa(before)
+    plain = [plainly(ops.measure, leaf) for leaf in leaves]
+    for found in (alone, plain):
+        torch.testing.assert_close(
+            (counts, sums),
+            (torch.stack([n for n, _ in found]), torch.stack([s for _, s in found])),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
+
+
+def test_a_batch_takes_small_leaves_alone() -> None:
+    batch = backend_of(torch.ones(1)).tally_batch(torch.ones(1))
+    assert batch is not None
+    assert batch.measure(torch.ones(1 << 15)) is None  # large
+    assert batch.measure(torch.ones(4, 4).t()[:, 1:]) is None  # not contiguous
+    assert batch.measure(torch.ones(4, dtype=torch.bfloat16)) is None
+    assert batch.tally(torch.ones(4, dtype=torch.int32), torch.ones(4), 2) is None
+    assert batch.measure(torch.ones(4)) == 0 and batch.full(1)
+    assert [part.tolist() for part in batch.counted()] == [[4], [4.0]]
+    assert [part.tolist() for part in batch.counted()] == [[], []]  # released

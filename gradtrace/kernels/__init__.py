@@ -13,18 +13,17 @@ from gradtrace.kernels import cpu_contraction, cpu_library
 from gradtrace.kernels.backend import Backend
 from gradtrace.kernels.cpu_backend import Cpu
 from gradtrace.kernels.cuda_backend import Cuda
-from gradtrace.kernels.cuda_batched_tally import BatchedTally
-from gradtrace.kernels.operands import Contraction, Matrices, Operand
+from gradtrace.kernels.operands import Contraction, LeafBatch, Matrices, Operand
 from gradtrace.kernels.plain_contraction import argmax
 from gradtrace.kernels.reference import Reference
 from gradtrace.kernels.sync import fetch_scalars
 
 __all__ = [
     "Backend",
-    "BatchedTally",
     "Contraction",
     "Cpu",
     "Cuda",
+    "LeafBatch",
     "Matrices",
     "Operand",
     "Reference",

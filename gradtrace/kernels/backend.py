@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.operands import (
     Compressed,
     Contraction,
     GroupRequest,
     GroupSums,
     LargestEntry,
+    LeafBatch,
     LineLayout,
     LowRankLines,
     Matrices,
@@ -196,7 +196,7 @@ class Backend(Protocol):
         ``tally``); both 0-d, on the device of the gradient, without a sync.
         """
 
-    def tally_batch(self, gradient: Tensor) -> BatchedTally | None:
+    def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         """An empty batch of leaves, if leaves like this one can be tallied many at a time."""
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from gradtrace.kernels import cpu_contraction, pointers, tuning
+from gradtrace.kernels.cpu_batched_tally import CpuBatchedTally
 from gradtrace.kernels.cpu_contraction import Algorithm
 from gradtrace.kernels.cpu_library import checked
 from gradtrace.kernels.operands import (
@@ -21,6 +22,7 @@ from gradtrace.kernels.operands import (
     GroupRequest,
     GroupSums,
     LargestEntry,
+    LeafBatch,
     LineLayout,
     LowRankLines,
     Matrices,
@@ -270,6 +272,9 @@ class Cpu(Reference):
         wide, threads = _is_wide(gradient), _threads(n)
         checked(self.library.gradtrace_magnitude(wide, n, place, *found, threads))
         return count, total
+
+    def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
+        return CpuBatchedTally(gradient.device, self.library)
 
     def group_sums(self, request: GroupRequest) -> GroupSums:
         leaves, counts, sums, extra, able, owned, by_bit, totals, pairs, components = request

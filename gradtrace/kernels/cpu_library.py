@@ -16,7 +16,7 @@ import torch
 
 from gradtrace.errors import GradtraceError
 
-ABI = 7
+ABI = 8
 """The ABI version that the library must report; libraries of other versions are not used."""
 
 FILE = "lib/gradtrace_cpu.so"  # in its own folder, because it is not a Python module
@@ -27,6 +27,7 @@ SIGNATURES = {
     "merge": "inppppwwi",
     "tally": "inppnppi",
     "magnitude": "inpppi",
+    "magnitudes": "npppi",
     "reduce": "ipppppi",
     "normalise": "innippppi",
     "scatter": "inpppnpp",

@@ -23,6 +23,7 @@ from gradtrace.kernels.cuda_launch import KINDS, STEPS, WIDE
 from gradtrace.kernels.operands import (
     Contraction,
     LargestEntry,
+    LeafBatch,
     LineLayout,
     LowRankLines,
     Matrices,
@@ -171,7 +172,7 @@ class Cuda(Reference):
             return cuda_tally.measured(gradient)
         return super().measure_piece(gradient.reshape(-1))
 
-    def tally_batch(self, gradient: Tensor) -> BatchedTally | None:
+    def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return BatchedTally(gradient.device) if batchable(gradient) else None
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:

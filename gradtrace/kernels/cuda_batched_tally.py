@@ -42,12 +42,7 @@ def batchable(gradient: Tensor, *others: Tensor) -> bool:
 
 
 class BatchedTally:
-    """Leaves on one GPU, collected to be tallied in one launch.
-
-    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
-    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
-    tensors are referenced until the launch, and must not change before it.
-    """
+    """Leaves on one GPU, collected to be tallied in one launch; see ``LeafBatch``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

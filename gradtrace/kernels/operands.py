@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -239,3 +239,31 @@ class GroupSums(NamedTuple):
     through: Floats
     unreached: Floats
     finite: bool
+
+
+class LeafBatch(Protocol):
+    """Leaves on one device, collected to be tallied in one call or launch.
+
+    ``tally``, ``measure`` and ``reduce`` each add a leaf with its gradient, and return the index in
+    the results at which its counts will begin; or None if the leaf must be tallied by itself. The
+    tensors are referenced until ``counted``, and must not change before it.
+    """
+
+    device: torch.device
+
+    def full(self, room: int) -> bool:
+        """Whether the leaves must be tallied now, if at most ``room`` bytes may be referenced."""
+
+    def tally(self, ids: Tensor, gradient: Tensor, count: int) -> int | None:
+        """Add a leaf for ``Backend.tally``."""
+
+    def measure(self, gradient: Tensor) -> int | None:
+        """Add a leaf for ``Backend.measure``."""
+
+    def reduce(
+        self, x: Tensor, ids: Tensor, dims: tuple[int, ...], gradient: Tensor, count: int
+    ) -> int | None:
+        """Add a leaf for ``Backend.tally``, with the ids that ``Backend.reduce`` returns."""
+
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Tally all added leaves, and release them: counts and sums."""

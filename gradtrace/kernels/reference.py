@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import exact_sums, plain_contraction, plain_selection, tuning
-from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import (
     Contraction,
     GroupRequest,
     GroupSums,
     LargestEntry,
+    LeafBatch,
     LineLayout,
     LowRankLines,
     MatrixLayout,
@@ -136,7 +136,7 @@ class Reference:
     def measure_piece(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return exact_sums.measure(widened(gradient))
 
-    def tally_batch(self, gradient: Tensor) -> BatchedTally | None:
+    def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return None
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:
@@ -175,7 +175,7 @@ class Reference:
         return str(self.device)
 
     def free_bytes(self) -> int | None:
-        return memory_limits.available() if self.host else None
+        return memory_limits.recently_available() if self.host else None
 
     def held_bytes(self) -> int | None:
         return memory_limits.resident() if self.host else None

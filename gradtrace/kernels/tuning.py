@@ -18,6 +18,9 @@ TABLE_ENTRIES, CUDA_TABLE_ENTRIES = 1 << 22, 1 << 24
 SINGLE_THREAD_MAX_ELEMENTS = 1 << 15
 """Up to this many elements one thread is faster than several."""
 
+CPU_BATCH_MAX_ELEMENTS = 1 << 14
+"""Leaves of at most this many elements are measured together, many in one call."""
+
 THREAD_PRODUCTS_PER_CALL = 1_000_000_000
 """Products per thread and call: at most a third of a second, during which Ctrl-C is delayed."""
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from mmap import PAGESIZE as PAGE
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,23 @@ def available(root: Path | None = None) -> int | None:
     """The number of bytes that can still be allocated; None if no limit is known."""
     root = ROOT if root is None else root
     found = [*_machine(root), *_cgroups(root), *_ulimits(root)]
-    return max(0, min(found)) if found else None
+    answer = max(0, min(found)) if found else None
+    _last[root] = monotonic(), answer
+    return answer
+
+
+RECENT_SECONDS = 0.05
+"""How long ``recently_available`` gives the same answer: a trace of a small model takes less."""
+
+_last: dict[Path, tuple[float, int | None]] = {}  # when ``available`` was read, and its answer
+
+
+def recently_available() -> int | None:
+    """``available``, read anew if the last answer is older than ``RECENT_SECONDS``: to read all
+    limits takes a third of a millisecond, and a trace asks twice.
+    """
+    when, answer = _last.get(ROOT, (-RECENT_SECONDS, None))
+    return answer if 0 <= monotonic() - when < RECENT_SECONDS else available()
 
 
 def _text(path: Path | str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace.ir.program import Program
-from gradtrace.kernels import BatchedTally, backend_of, fetch_scalars, tuning
+from gradtrace.kernels import LeafBatch, backend_of, tuning
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
@@ -84,7 +84,7 @@ class Tally:
     room: int = 0
     leaves: list[LeafCounts] = field(default_factory=list)
     sized: set[str] = field(default_factory=set)
-    jobs: BatchedTally | None = None
+    jobs: LeafBatch | None = None
     pending: list[PendingLeaf] = field(default_factory=list)
     uniform: list[UniformLeaf] = field(default_factory=list)
     held_bytes: int = 0  # bytes that pending uniform leaves keep alive
@@ -177,14 +177,14 @@ class Tally:
         else:
             self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
 
-    def _jobs(self, gradient: Tensor) -> BatchedTally | None:
+    def _jobs(self, gradient: Tensor) -> LeafBatch | None:
         """The batch for the gradient's device; None if leaves are counted one by one."""
         jobs = self.jobs
         if jobs is None and self.room:
             jobs = self.jobs = backend_of(gradient).tally_batch(gradient)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 
-    def _enqueue(self, jobs: BatchedTally, leaf: PendingLeaf) -> None:
+    def _enqueue(self, jobs: LeafBatch, leaf: PendingLeaf) -> None:
         self.pending.append(leaf)
         if self.held_bytes > self.room // 4:
             self._flush_uniform()
@@ -204,11 +204,10 @@ class Tally:
         self._flush()
         if not self.uniform:
             return
-        found = [uniform.leaf.found for uniform in self.uniform]
-        ids = [each.counts[each.start] for each in found if each is not None]
-        for uniform, each, number in zip(self.uniform, found, fetch_scalars(ids)):
+        found = [each.leaf.found for each in self.uniform if each.leaf.found is not None]
+        for uniform, each, number in zip(self.uniform, found, _first_counts(found)):
             missed = uniform.missed(number)
-            if each is not None and missed is not None:
+            if missed is not None:
                 mine = slice(each.start, each.start + 1)
                 counts, sums = each.counts[mine] + missed, each.sums[mine]
                 uniform.leaf.found = each._replace(counts=counts, sums=sums, start=0, size=None)
@@ -287,6 +286,18 @@ class Tally:
             scaled = each if unit == 1 else [v.times(unit) for v in each]
             found.append([NOTHING_DRAWN if a is False else v for v, a in zip(scaled, avoidable)])
         return found
+
+
+def _first_counts(found: Sequence[Counts]) -> list[int]:
+    """The first count of each leaf, with one sync; most share one tensor of counts."""
+    places, tensors, total = dict[int, int](), list[Tensor](), 0
+    for each in found:
+        if id(each.counts) not in places:
+            places[id(each.counts)] = total
+            tensors.append(each.counts)
+            total += len(each.counts)
+    read: list[int] = torch.cat(tensors).tolist()
+    return [read[places[id(each.counts)] + each.start] for each in found]
 
 
 def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:

@@ -101,12 +101,22 @@ struct Kernels {
               const Rows<T>&);
 };
 
+// The smallest nonzero |x| of some floats, as bits minus one; the largest, as bits; how many are 0;
+// and their sum.
+struct Magnitudes {
+  uint32_t least;
+  int32_t most;
+  int64_t zeros;
+  double sum;
+};
+
 // Kernels of one compiled instruction set.
 struct Machine {
   const char* name;
   bool (*runs)();  // whether this processor supports it
   const Kernels<float>* single;
   const Kernels<double>* twice;
+  void (*magnitudes)(const float* x, int64_t n, Magnitudes*);  // n: a multiple of 8, at most 1024
 };
 
 extern const Machine generic_machine, neon_machine, avx2_machine, avx512_machine;

@@ -8,10 +8,11 @@ namespace avx2 {
 #define GRADTRACE_AVX2
 #include "contract_lanes.h"
 #include "contract_rows.h"
+#include "magnitudes.h"
 }  // namespace avx2
 
 static bool runs() { return __builtin_cpu_supports("avx2"); }
-const Machine avx2_machine = {"avx2", runs, &avx2::kernels<float>, &avx2::kernels<double>};
+const Machine avx2_machine = {"avx2", runs, &avx2::kernels<float>, &avx2::kernels<double>, avx2::magnitudes};
 
 }  // namespace gradtrace
 #endif

@@ -5,9 +5,10 @@ namespace gradtrace {
 namespace generic {
 #include "contract_lanes.h"
 #include "contract_rows.h"
+#include "magnitudes.h"
 }  // namespace generic
 
 static bool runs() { return true; }
-const Machine generic_machine = {"generic", runs, &generic::kernels<float>, &generic::kernels<double>};
+const Machine generic_machine = {"generic", runs, &generic::kernels<float>, &generic::kernels<double>, generic::magnitudes};
 
 }  // namespace gradtrace

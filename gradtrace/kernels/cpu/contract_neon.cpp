@@ -8,10 +8,11 @@ namespace neon {
 #define GRADTRACE_NEON
 #include "contract_lanes.h"
 #include "contract_rows.h"
+#include "magnitudes.h"
 }  // namespace neon
 
 static bool runs() { return true; }
-const Machine neon_machine = {"neon", runs, &neon::kernels<float>, &neon::kernels<double>};
+const Machine neon_machine = {"neon", runs, &neon::kernels<float>, &neon::kernels<double>, neon::magnitudes};
 
 }  // namespace gradtrace
 #endif

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "contract.h"
 #include "threads.h"
 
 namespace gradtrace {
@@ -128,6 +129,13 @@ struct Reach {
     most = high;
   }
 
+  static Reach everything() {
+    Reach all;
+    all.least = 0;
+    all.most = Kind<T>::INF_BITS;
+    return all;
+  }
+
   void take(const Reach& other) {
     least = std::min(least, other.least);
     most = std::max(most, other.most);
@@ -199,8 +207,15 @@ struct Table {
   void all(int64_t n, const T* gradient) {
     if ((room -= n) < 0) flush();
     int64_t i = 0;
-    for (int64_t j = LONG; HALVES == 1 && j <= n; i = j, j += LONG) run(LONG, 0, gradient + i);
-    for (; i < n; i++) one(0, gradient[i], i % COPIES);
+    if (HALVES == 1) {
+      for (int64_t some; (some = std::min(LONG, (n - i) / 8 * 8)); i += some) {
+        number[0] += some - run(some, 0, gradient + i);
+      }
+    }
+    for (; i < n; i++) {
+      number[0] += gradient[i] != 0;
+      one(0, gradient[i], i % COPIES);
+    }
   }
 
   void check(int64_t n, const int32_t* ids) const {
@@ -229,28 +244,29 @@ struct Table {
 
   static double number_of(Bits<T> size) { return gradtrace::number<T>(size); }
 
-  // Adds at most LONG elements of one id: if the ratio of the largest to the smallest is limited,
-  // all partial sums are exact in double precision.
-  void run(int64_t n, int64_t id, const T* gradient) {
-    Reach<T> reach;
-    reach.take(n, gradient);
-    if (!reach.most) return;
+  // Adds at most LONG elements of one id, a multiple of 8, and returns how many are 0. If the ratio
+  // of the largest to the smallest is limited, all partial sums are exact in double precision.
+  int64_t run(int64_t n, int64_t id, const float* gradient) {
+    Magnitudes found;
+    machine().magnitudes(gradient, n, &found);
+    Reach<float> reach;
+    reach.least = found.least;
+    reach.most = found.most;
+    if (!reach.most) return n;
     constexpr int ROOM = 53 - 24 - 10;  // LONG is 2**10
     if (reach.last() == 255 || reach.last() - reach.first() > ROOM) {
       for (int64_t i = 0; i < n; i++) one(id, gradient[i], i % COPIES);
-      return;
-    }
-    double held[BLOCK] = {};
-    for (int64_t i = 0; i < n; i += BLOCK) {
-      for (int lane = 0; lane < BLOCK; lane++) held[lane] += std::fabs(double(gradient[i + lane]));
+      return found.zeros;
     }
     // In two parts, each within the range of other values of its bin.
     const int row = reach.first() / BIN - lowest, power = Cut<T>::UNIT + BIN * (lowest + row);
-    const uint64_t sum = whole(std::accumulate(held, held + BLOCK, 0.0), power);
+    const uint64_t sum = whole(found.sum, power);
     double* at = &bins[(row * count + id) * COPIES];
     at[0] += std::ldexp(static_cast<double>(sum & 0xffffffff), power);
     at[4 * count * COPIES] += std::ldexp(static_cast<double>(sum >> 32), power + 32);
+    return found.zeros;
   }
+  int64_t run(int64_t, int64_t, const double*) { return 0; }  // HALVES is 2
 
   int power(int half, int row) const {
     return Cut<T>::UNIT + BIN * (lowest + row) + (HALVES == 2 && half == 0 ? LOWER : 0);
@@ -342,10 +358,9 @@ Reach<T> reach(int64_t n, const T* x, int threads) {
 // Runs body(table, first, last) over pieces of 0..n, with one table per task, and adds up the
 // tables.
 template <typename T, int COPIES, typename Body>
-void counted(int64_t n, int64_t count, const T* gradient, int64_t* counts, double* sums, int threads,
+void counted(int64_t n, int64_t count, const Reach<T>& all, int64_t* counts, double* sums, int threads,
              const Body& body) {
   const int64_t tasks = std::max<int64_t>(1, std::min<int64_t>(parts(n, COUNTED), threads));
-  const Reach<T> all = reach(n, gradient, threads);
   std::vector<Table<T, COPIES>> tables;
   for (int64_t task = 0; task < tasks; task++) tables.emplace_back(count, all);
   each(tasks, threads, [&](int64_t task) {
@@ -361,15 +376,16 @@ template <typename T>
 void tally(int64_t n, const int32_t* ids, const T* gradient, int64_t count, int64_t* counts,
            double* sums, int threads) {
   const auto add = [&](auto& table, int64_t i, int64_t j) { table.add(j - i, ids + i, gradient + i); };
-  count <= 128 ? counted<T, 4>(n, count, gradient, counts, sums, threads, add)
-               : counted<T, 1>(n, count, gradient, counts, sums, threads, add);
+  const Reach<T> all = reach(n, gradient, threads);
+  count <= 128 ? counted<T, 4>(n, count, all, counts, sums, threads, add)
+               : counted<T, 1>(n, count, all, counts, sums, threads, add);
 }
 
 // Tally of all nonzero elements as one id.
 template <typename T>
 void magnitude(int64_t n, const T* gradient, int64_t* count, double* sum, int threads) {
-  counted<T, 4>(n, 1, gradient, count, sum, threads, [&](auto& table, int64_t i, int64_t j) {
-    table.number[0] += j - i - std::count(gradient + i, gradient + j, T(0));
+  const Reach<T> all = sizeof(T) == 4 ? Reach<T>::everything() : reach(n, gradient, threads);
+  counted<T, 4>(n, 1, all, count, sum, threads, [&](auto& table, int64_t i, int64_t j) {
     table.all(j - i, gradient + i);
   });
 }
@@ -997,6 +1013,24 @@ GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient,
     gradtrace::require_places(1, {count, sum});
     wide ? gradtrace::magnitude(n, static_cast<const double*>(gradient), count, sum, threads)
          : gradtrace::magnitude(n, static_cast<const float*>(gradient), count, sum, threads);
+  });
+}
+
+// Many tensors at once: data, size and whether it is of doubles, of each.
+GRADTRACE_API int gradtrace_magnitudes(int64_t tensors, const int64_t* items, int64_t* counts,
+                                       double* sums, int threads) {
+  return guarded([&] {
+    gradtrace::require_places(tensors, {items, counts, sums});
+    gradtrace::pieces(tensors, 16, threads, [&](int64_t first, int64_t last) {
+      for (int64_t n = first; n < last; n++) {
+        const void* data = reinterpret_cast<const void*>(items[3 * n]);
+        const int64_t size = items[3 * n + 1];
+        gradtrace::require_places(size, {data});
+        items[3 * n + 2]
+            ? gradtrace::magnitude(size, static_cast<const double*>(data), counts + n, sums + n, 1)
+            : gradtrace::magnitude(size, static_cast<const float*>(data), counts + n, sums + n, 1);
+      }
+    });
   });
 }
 

@@ -108,7 +108,7 @@ int guarded(const std::function<void()>& body) noexcept {
 }  // namespace gradtrace
 
 // ABI version of this interface; the Python side rejects a library with another one.
-GRADTRACE_API int gradtrace_abi() { return 7; }
+GRADTRACE_API int gradtrace_abi() { return 8; }
 
 GRADTRACE_API void gradtrace_use(void (*runtime)(void (*)(void*), void*, unsigned, unsigned)) {
   gradtrace::parallel = runtime;
