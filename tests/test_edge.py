@@ -218,7 +218,7 @@ def test_provenance_is_that_of_the_path(seed: int) -> None:
     """Random graphs; ``against_bruteforce.check`` compares the paths with all paths."""
     for number in range(seed, seed + EACH):
         sample = build(number)
-        for rule in PATH_RULES if THOROUGH else ("edge", PATH_RULES[number // 3 % 3]):
+        for rule in PATH_RULES if THOROUGH or number % 5 == 0 else ("edge",):
             trace = gt.trace(sample.loss, names=sample.leaves, rule=rule)
             consistent(trace, components(len(trace.program.blocks), number % 3))
 

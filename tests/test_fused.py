@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +48,73 @@ def test_back_through_a_gru_cell() -> None:
     found = gru_cell(to_h, workspace, True)
     torch.testing.assert_close(found, (*wanted, wanted[0].sum(0), wanted[1].sum(0)))
     assert gru_cell(to_h, workspace, False)[3:] == (None, None)
+
+
+class FusedCell(torch.autograd.Function):
+    """An LSTM's or a GRU's cell with the backward formula of the one that is fused on GPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.kind, (outs, saved) = kind, CELLS[kind](*given)
+        ctx.save_for_backward(*saved)
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kind == "LSTM":
+            return None, *lstm_cell(grads[0], grads[1], *ctx.saved_tensors, False)[:2]
+        return None, *gru_cell(grads[0], *ctx.saved_tensors, False)[:3]
+
+
+def lstm(gates: Tensor, before: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    i, f, g, o = gates.chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    after = f * before + i * g
+    return (o * after.tanh(), after), (before, after, torch.cat([i, f, g, o], 1))
+
+
+def gru(inputs: Tensor, states: Tensor, h: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """As PyTorch computes it on the CPU."""
+    (ir, iz, new), (hr, hz, hidden) = inputs.chunk(3, 1), states.chunk(3, 1)
+    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    n = (new + r * hidden).tanh()
+    return ((h - n) * z + n,), (torch.cat([r, z, n, h, hidden], 1),)
+
+
+CELLS: dict[str, Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]] = {
+    "LSTM": lstm,
+    "GRU": gru,
+}
+
+
+def unrolled(kind: str, fused: bool) -> gt.Trace:
+    """Three steps of a cell on the same input, and a way past it."""
+    x, w = numbers(2, 3, seed=0), numbers(3, 12 if kind == "LSTM" else 9, seed=1)
+    v = numbers(3, w.shape[1], seed=2)
+    h = c = torch.zeros(2, 3, dtype=torch.float64)
+    for _ in range(3):
+        given = (x @ w + h @ v, c) if kind == "LSTM" else (x @ w, h @ v, h)
+        outs = FusedCell.apply(kind, *given) if fused else CELLS[kind](*given)[0]  # type: ignore[no-untyped-call]
+        h, c = outs[0], outs[-1]
+    return gt.trace((h * x).sum() + (x * x).sum(), names={"x": x, "w": w, "v": v})
+
+
+def test_a_fused_lstm_cell_has_the_mass_of_its_parts() -> None:
+    """Any two elements of a cell are joined by one route."""
+    fused, parts = (unrolled("LSTM", each) for each in (True, False))
+    for p in (1, 2, 8):
+        wanted = parts.mass({"product": "operator:MmBackward0"}, p=p)
+        found = fused.mass({"product": "operator:MmBackward0"}, p=p)
+        assert found.total == pytest.approx(wanted.total, rel=1e-12)
+        assert found.shares == pytest.approx(wanted.shares, rel=1e-12)
+
+
+def test_a_gru_has_more_mass_where_it_is_not_fused() -> None:
+    """As docs/limits.md says: ``(h - n) · z + n`` joins n with the result by 1 and by -z."""
+    fused, parts = (unrolled("GRU", each) for each in (True, False))
+    name = {"product": "operator:MmBackward0"}
+    assert fused.decompose(name).shares == pytest.approx(parts.decompose(name).shares)
+    assert fused.mass(name).total < 0.99 * parts.mass(name).total
 
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

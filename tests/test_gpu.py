@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import devices
+import measured
 import numpy as np
 import pytest
 import torch
+from backends import plainly
 from test_groups import drawn
 from test_maps import KINDS
 
@@ -25,6 +27,12 @@ SHAPES = [
     (12, 100, 64, 100),
     (1, 3, 40_000, 64),
     (3, 2, 1, 5),
+]
+CASES = [
+    (torch.float64, False),
+    (torch.float64, True),
+    (torch.float32, False),
+    (torch.float32, True),
 ]
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -224,3 +232,19 @@ def test_terms_with_the_same_marks() -> None:
 @on_a_gpu
 def test_numbers_of_marks() -> None:
     devices.numbering("cuda", True)
+
+
+DEVICES = [
+    pytest.param("cpu", torch.float64, False),
+    *[pytest.param("cpu", *each, marks=pytest.mark.thorough) for each in CASES[1:]],
+    *[pytest.param("cuda", *each, marks=on_a_gpu) for each in CASES],
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "pairs"), DEVICES)
+def test_measures(device: str, dtype: torch.dtype, pairs: bool) -> None:
+    """Influence by all rules, coverage, agreement, decompose, mass, spectrum and choices are those
+    of plain torch on the CPU.
+    """
+    wanted = plainly(measured.measures, "cpu", dtype, pairs)
+    measured.agree(measured.measures(device, dtype, pairs), wanted, dtype)
