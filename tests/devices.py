@@ -34,7 +34,7 @@ from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.operands import Contraction, LowRankLines, Matrices, Operand
 from gradtrace.kernels.strides import reduction
 from gradtrace.linops import Contract, Normaliser
-from gradtrace.semirings import TopK
+from gradtrace.semirings import ABS, TopK
 from gradtrace.tracing import greedy_rule
 from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.influence import Influence
@@ -623,6 +623,48 @@ def normalise_lying(device: str) -> None:
             nothing, found = m.select(*given)
             assert nothing is None
             same(found, wanted[1])
+
+
+def normalised_sums(device: str) -> None:
+    """``Σⱼ |J[i, j]|·x[j]`` of lines of some lengths, of many lines, of tensors that lie one way or
+    another; in rank one, where one element has nearly all of the sum.
+    """
+    cases = [((2, 2, n), [2], rank) for n in (1, 2, 17, 140) for rank in (1, 2)]
+    cases += [((2, 3, 33), dims, rank) for dims in ([1, 2], [0], [0, 2]) for rank in (1, 2)]
+    cases += [((2, 1050), [1], 1), ((1, 1050), [1], 2), ((81, 520), [1], 1)]
+    for (shape, dims, rank), dtype in product(cases, WIDE):
+        sizes = [1 if d in dims else n for d, n in enumerate(shape)], shape[-1:], shape
+        draw = [numbers("generic", dtype, *size, seed=n) for n, size in enumerate(sizes * 2)]
+        x = numbers("generic", dtype, *shape, seed=7).abs()
+        x.view(-1)[5 % x.numel()] *= 1e12 if rank == 1 else 1.0
+        pairs = list(zip(draw[1:], draw[::-1]))[:rank]
+        wanted = _absolute(draw[0], pairs, dims, x)
+        there = [(u.to(device), v.to(device)) for u, v in pairs]
+        m = Normaliser(draw[0].to(device), there, dims, shape)
+        turns = (lambda t: t, apart, lambda t: t.mT.contiguous().mT)
+        for turn in turns if len(shape) == 3 else turns[:1]:
+            (found,) = m.apply_in((turn(x).to(device),), ABS)
+            assert found.dtype is dtype
+            tolerance = 1e-11 if dtype is torch.float64 else 1e-5
+            torch.testing.assert_close(found.cpu().double(), wanted, rtol=tolerance, atol=0.0)
+
+
+def _absolute(
+    diagonal: Tensor, pairs: list[tuple[Tensor, Tensor]], dims: list[int], x: Tensor
+) -> Tensor:
+    """All n² weights of each line, in float64."""
+    order = [d for d in range(x.dim()) if d not in dims] + dims
+    width = math.prod(x.shape[d] for d in dims)
+
+    def lines(part: Tensor) -> Tensor:
+        return part.double().expand(x.shape).permute(order).reshape(-1, width)
+
+    weight = torch.diag_embed(lines(diagonal))
+    for u, v in pairs:
+        weight = weight + lines(u).unsqueeze(2) * lines(v).unsqueeze(1)
+    found = (weight.abs() * lines(x).unsqueeze(1)).sum(2)
+    back = [order.index(d) for d in range(x.dim())]
+    return found.reshape([x.shape[d] for d in order]).permute(back)
 
 
 # Of two terms ------------------------------------------------------------------------------------

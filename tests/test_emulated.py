@@ -6,6 +6,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from gradtrace.ir import memory
 from gradtrace.kernels import cuda_launch, cuda_reduce, cuda_tally, cuda_tiling, cuda_top_k, tuning
 from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.sync import AsyncCopy
-from gradtrace.linops import Contract
-from gradtrace.semirings import TopK
+from gradtrace.linops import Contract, Normaliser
+from gradtrace.semirings import ABS, TopK
 from gradtrace.tracing import tally
 from gradtrace.tracing.aggregate import Counts
 from gradtrace.tracing.provenance import ProvenanceTable, compact
@@ -426,6 +427,20 @@ def test_normalise_expanded(emulator: Emulator) -> None:
 
 def test_normalise_tensors_as_they_lie(emulator: Emulator) -> None:
     devices.normalise_lying("cpu")
+
+
+def test_normalised_sums(emulator: Emulator) -> None:
+    devices.normalised_sums("cpu")
+    names = {name.removesuffix("_float").removesuffix("_double") for name in emulator.launches}
+    assert names == {"ranked_sums", "paired_sums"}
+
+
+def test_normalised_sums_of_what_is_not_finite(emulator: Emulator) -> None:
+    for bad, n, rank in product((float("nan"), float("inf")), (5, 100), (1, 2)):
+        x, one = torch.rand(2, n), torch.ones(2, n)
+        x[1, 3] = bad
+        found = Normaliser(one, [(one, one)] * rank, [1], (2, n)).apply_in((x,), ABS)[0]
+        assert found[0].isfinite().all() and not found[1].isfinite().any()
 
 
 def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,6 +222,7 @@ def test_normalise_what_is_not_finite() -> None:
     devices.normalise_odd("cuda", 10)
     devices.normalise_expanded("cuda")
     devices.normalise_lying("cuda")
+    devices.normalised_sums("cuda")
 
 
 @on_a_gpu

@@ -273,3 +273,7 @@ def test_lines_are_found_where_a_view_has_them() -> None:
 
 def test_normalise_tensors_as_they_lie() -> None:
     devices.normalise_lying("cpu")
+
+
+def test_normalised_sums() -> None:
+    devices.normalised_sums("cpu")

@@ -36,7 +36,8 @@ class Backend(Protocol):
     ``synchronises``: whether reading an element waits for queued work, so that it is avoided.
     ``host``: whether tensors are in the memory of the processor that runs Python.
     ``table_entries``: how many entries of a table to compute at a time.
-    ``sums_groups``: whether there is a kernel for ``group_sums``.
+    ``sums_groups``: whether there is a kernel for ``group_sums``; ``sums_lines``: whether there is
+    one for ``normalised_sums``.
     """
 
     device: torch.device
@@ -44,6 +45,7 @@ class Backend(Protocol):
     host: bool
     table_entries: int
     sums_groups: bool
+    sums_lines: bool
 
     def __hash__(self) -> int: ...
 
@@ -123,6 +125,14 @@ class Backend(Protocol):
         """``maxⱼ |J[i, j]·x[j]|`` for each element i of every line, with its index j or, given
         provenance ids, the id at j. With a layout, tensors may have other shapes than (lines, n).
         None if there is no kernel for it; ``linops.diag_low_rank`` has it in plain torch.
+        """
+
+    def normalised_sums(
+        self, lines: LowRankLines, layout: LineLayout | None = None
+    ) -> Tensor | None:
+        """``Σⱼ |J[i, j]|·x[j]`` for each element i of every line, for x ≥ 0, with a layout as in
+        ``normalise``; up to rounding. None if there is no kernel for it; ``linops.diag_low_rank``
+        has it in plain torch.
         """
 
     def normalise_at(

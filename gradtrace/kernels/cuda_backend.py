@@ -45,6 +45,7 @@ class Cuda(Reference):
     """The backend of a GPU. Nothing synchronises but reading what was deferred."""
 
     synchronises = True
+    sums_lines = True
     table_entries = tuning.CUDA_TABLE_ENTRIES
 
     def fuses(self, value: Tensor, *others: Tensor) -> bool:
@@ -114,6 +115,17 @@ class Cuda(Reference):
         given, layout = found
         most, at = cuda_normalise.normalise(given, len(lines.left), layout, value)
         return LargestEntry(most, at, None) if ids is None else LargestEntry(most, None, at)
+
+    def normalised_sums(
+        self, lines: LowRankLines, layout: LineLayout | None = None
+    ) -> Tensor | None:
+        found = line_operands(lines, None, layout) if lines.x.dtype in WIDE else None
+        if found is None or not cuda_launch.serves(STEPS, *found[0]):
+            return None
+        given, layout = found
+        if len(lines.left) == 2 and layout.n > tuning.PAIRED_SUMS_MAX_ELEMENTS:
+            return None
+        return cuda_normalise.sums(given, len(lines.left), layout)
 
     # Provenance ids ------------------------------------------------------------------------------
 

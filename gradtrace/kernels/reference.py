@@ -34,6 +34,7 @@ class Reference:
 
     synchronises = False
     sums_groups = False
+    sums_lines = False
     table_entries = tuning.TABLE_ENTRIES
 
     def __init__(self, device: torch.device) -> None:
@@ -78,6 +79,11 @@ class Reference:
         value: bool = True,
         layout: LineLayout | None = None,
     ) -> LargestEntry | None:
+        return None
+
+    def normalised_sums(
+        self, lines: LowRankLines, layout: LineLayout | None = None
+    ) -> Tensor | None:
         return None
 
     # Provenance ids ------------------------------------------------------------------------------

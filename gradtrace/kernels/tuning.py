@@ -72,3 +72,6 @@ CACHED_WORDS = 1 << 19
 
 SPACE_WORDS = 1 << 16
 """Words of 8 bytes per allocation, for the provenance ids of reduced leaves in a batch."""
+
+PAIRED_SUMS_MAX_ELEMENTS = 4096
+"""The longest lines of which a GPU sums all pairs; above, sorting them is faster."""

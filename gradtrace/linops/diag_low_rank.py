@@ -76,6 +76,10 @@ class Normaliser(Map):
         return total.expand(self.in_shape)
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
+        if isinstance(semiring, Abs) and semiring.p == 1 and self.inputs:
+            found = self._sums_by_kernel(x[0])
+            if found is not None:
+                return (self._back(found),)
         if len(self.left) != 1 or not self.inputs:
             if semiring == MAX:
                 return (self.weighed(x[0]),)
@@ -92,6 +96,14 @@ class Normaliser(Map):
         after = each(_exclusive(reversed_, semiring), lambda part: part.flip(1))
         others = each(semiring.plus(before, after), self._back)
         return semiring.plus(own, semiring.times(u, others))
+
+    def _sums_by_kernel(self, x: Tensor) -> Tensor | None:
+        """``Σⱼ |J[i, j]|·x[j]`` as lines; None if no kernel supports it."""
+        backend = backend_of(x)
+        if not backend.sums_lines:
+            return None
+        lines, _, layout = self._operands(wide(x), None)
+        return backend.normalised_sums(lines, layout)
 
     def _summed(self, x: Value, semiring: Semiring) -> Value:
         """``apply_in`` for ranks other than 1."""
@@ -127,17 +139,25 @@ class Normaliser(Map):
         return size_or_none, self._back(found.ids)
 
     def _selected(self, x: Tensor, ids: Tensor, value: bool) -> LargestEntry | None:
-        """``select`` by a kernel: reads the tensors with their strides if these allow it, else
-        copies them to lines. None if no kernel supports it.
+        """``select`` by a kernel; None if no kernel supports it."""
+        lines, words, layout = self._operands(x, ids)
+        return backend_of(x).normalise(lines, words, value, layout)
+
+    def _operands(
+        self, x: Tensor, ids: Tensor | None
+    ) -> tuple[LowRankLines, Tensor | None, LineLayout | None]:
+        """The tensors of the map, x and ids for kernels: with their own strides, and a layout that
+        says how to read them as lines; or, where there is none, as lines.
         """
         parts = [wide(part) for part in (self.diagonal, x, *self.left, *self.right)]
-        tensors = [(part.shape, part.stride()) for part in (*parts, ids)]
+        every = parts if ids is None else [*parts, ids]
+        tensors = [(part.shape, part.stride()) for part in every]
         layout = _line_layout(self.in_shape, self.dims, *tensors)
         if layout is None:
-            parts, ids = [self._lines(part) for part in parts], self._lines(ids)
+            parts = [self._lines(part) for part in parts]
+            ids = None if ids is None else self._lines(ids)
         (diagonal, x, *pairs), rank = parts, len(self.left)
-        lines = LowRankLines(diagonal, pairs[:rank], pairs[rank:], x)
-        return backend_of(x).normalise(lines, ids, value, layout)
+        return LowRankLines(diagonal, pairs[:rank], pairs[rank:], x), ids, layout
 
     def _best_places(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The largest contribution to each element of each line, and its place, in plain torch."""

@@ -25,6 +25,9 @@ MAX_POLYNOMIAL_POWER = 8
 CHUNK_ELEMENTS = 1 << 16
 """The most elements of lines that are expanded at a time; their terms fit into a CPU's cache."""
 
+DEVICE_CHUNK_ELEMENTS = 1 << 26
+"""The same on other devices, where every chunk takes some forty launches."""
+
 
 def is_expanded(p: float, rank: int, width: int) -> bool:
     """Whether ``expanded_sums`` is exact up to rounding, and faster than ``pairwise_sums``."""
@@ -36,7 +39,8 @@ def expanded_sums(
     diagonal: Tensor, left: Sequence[Tensor], right: Sequence[Tensor], x: Tensor, p: int
 ) -> Tensor:
     """The sums of lines, (lines, elements), for rank two and a whole p; in float64."""
-    step = max(1, CHUNK_ELEMENTS // max(1, x.shape[1]))
+    most = CHUNK_ELEMENTS if backend_of(x).host else DEVICE_CHUNK_ELEMENTS
+    step = max(1, most // max(1, x.shape[1]))
     found = []
     for line in range(0, len(x), step):
         some = slice(line, line + step)

@@ -1000,6 +1000,152 @@ __device__ void paired(const Normalise<T>& c) {
 KERNEL(256, paired_float, Normalise<float>) { paired<float>(c); }
 KERNEL(256, paired_double, Normalise<double>) { paired<double>(c); }
 
+// The largest of numbers that are at least 0, its place, and the sum of the others: so that a number
+// is never subtracted from a sum that it is the largest part of. NaN is added to the sum.
+template <typename T>
+struct LargestAndRest {
+  T most, rest;
+  int at;
+
+  __device__ __forceinline__ void take(const LargestAndRest& other) {
+    const bool larger = other.most > most;
+    rest = add(add(rest, other.rest), larger ? most : other.most);
+    at = larger ? other.at : at;
+    most = larger ? other.most : most;
+  }
+};
+
+template <typename T, bool FLAT>
+__device__ __forceinline__ void ranked_sums(const Normalise<T>& c) {
+  __shared__ LargestAndRest<T> found[8];
+  const int rows = c.rows, row = threadIdx.x % rows, n = c.n;
+  const i64 line = (i64)blockIdx.x * (256 / rows) + threadIdx.x / rows;
+  const bool there = line < c.lines;
+  const i64 mine = there ? line : 0;
+  const Line<T, FLAT> d(c.d, mine), x(c.x, mine), u(c.u0, mine), v(c.v0, mine);
+  LargestAndRest<T> all = {T(0), T(0), -1};
+  for (int j0 = row; there && j0 < n; j0 += READ_AHEAD * rows) {
+    T sizes[READ_AHEAD];
+#pragma unroll
+    for (int k = 0; k < READ_AHEAD; k++) {
+      const int j = min(j0 + k * rows, n - 1);
+      sizes[k] = fabs(mul(v.at(j), x.at(j)));
+    }
+#pragma unroll
+    for (int k = 0; k < READ_AHEAD; k++) {
+      const int j = j0 + k * rows;
+      if (j < n) all.take({sizes[k], T(0), j});
+    }
+  }
+  for (int half = 16; half; half /= 2) {
+    LargestAndRest<T> other;
+    other.most = __shfl_xor_sync(FULL, all.most, half);
+    other.rest = __shfl_xor_sync(FULL, all.rest, half);
+    other.at = __shfl_xor_sync(FULL, all.at, half);
+    all.take(other);
+  }
+  if (rows > 32) {  // all warps of the block share a line
+    if (row % 32 == 0) found[row / 32] = all;
+    __syncthreads();
+    all = found[0];
+#pragma unroll
+    for (int w = 1; w < 8; w++) all.take(found[w]);
+  }
+  for (int i = row; there && i < n; i += rows) {
+    const T xi = x.at(i), vi = v.at(i), ui = u.at(i);
+    const T size = fabs(mul(vi, xi));
+    const T others = i == all.at ? all.rest : add(add(all.rest, -size), all.most);
+    const T own = fabs(mul(add(d.at(i), mul(ui, vi)), xi));
+    c.value[line * n + i] = add(own, mul(fabs(ui), others));
+  }
+}
+
+// Sums of |J[i, j]| x[j] over j, for x >= 0, of rank one; grid as of `ranked`.
+template <typename T>
+__device__ void ranked_sums(const Normalise<T>& c) {
+  const i64 steps = c.d.step | c.x.step | c.u0.step | c.v0.step;
+  if ((u64)steps <= 1) {
+    ranked_sums<T, true>(c);
+  } else {
+    ranked_sums<T, false>(c);
+  }
+}
+
+KERNEL(256, ranked_sums_float, Normalise<float>) { ranked_sums<float>(c); }
+KERNEL(256, ranked_sums_double, Normalise<double>) { ranked_sums<double>(c); }
+
+// The same of rank two: every i with every j, summed by stretches; grid as of `paired`.
+template <typename T>
+__device__ void paired_sums(const Normalise<T>& c) {
+  __shared__ Point<T> points[TILE];
+  const int n = c.n, threads = blockDim.x, tid = threadIdx.x;
+  const int tiles = (n + ELEMENTS_PER_THREAD * threads - 1) / (ELEMENTS_PER_THREAD * threads);
+  const i64 line = blockIdx.x / tiles;
+  const int first = blockIdx.x % tiles * ELEMENTS_PER_THREAD * threads + tid;
+  T d[ELEMENTS_PER_THREAD], u0[ELEMENTS_PER_THREAD], u1[ELEMENTS_PER_THREAD];
+  T sums[ELEMENTS_PER_THREAD];
+#pragma unroll
+  for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
+    const int i = first + k * threads;
+    d[k] = i < n ? c.d.at(line, i) : T(0);
+    u0[k] = i < n ? c.u0.at(line, i) : T(0);
+    u1[k] = i < n ? c.u1.at(line, i) : T(0);
+    sums[k] = T(0);
+  }
+  for (int j0 = 0; j0 < n; j0 += TILE) {
+    const int count = min(n - j0, TILE), padded = (count + STRETCH - 1) / STRETCH * STRETCH;
+    if (j0) __syncthreads();
+    for (int j = tid; j < padded; j += threads) {
+      Point<T> p = {T(0), T(0), T(0), T(0)};
+      if (j < count) {
+        p.v0 = c.v0.at(line, j0 + j);
+        p.v1 = c.v1.at(line, j0 + j);
+        p.x = c.x.at(line, j0 + j);
+      }
+      points[j] = p;
+    }
+    __syncthreads();
+    for (int s = 0; s < padded; s += STRETCH) {
+      const int from = j0 + s;
+      T part[ELEMENTS_PER_THREAD];
+      bool own = false;  // as in paired: whether i = j occurs in this stretch, for this warp
+#pragma unroll
+      for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
+        part[k] = T(0);
+        own |= (first + k * threads) / 32 == from / 32;
+      }
+      if (own) {
+        for (int j = 0; j < STRETCH; j++) {
+          const Point<T> p = points[s + j];
+#pragma unroll
+          for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
+            const T more = from + j == first + k * threads ? d[k] : T(0);
+            part[k] += fabs(more + (u0[k] * p.v0 + u1[k] * p.v1)) * p.x;
+          }
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < STRETCH; j++) {
+          const Point<T> p = points[s + j];
+#pragma unroll
+          for (int k = 0; k < ELEMENTS_PER_THREAD; k++)
+            part[k] += fabs(u0[k] * p.v0 + u1[k] * p.v1) * p.x;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < ELEMENTS_PER_THREAD; k++) sums[k] += part[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < ELEMENTS_PER_THREAD; k++) {
+    const int i = first + k * threads;
+    if (i < n) c.value[line * n + i] = sums[k];
+  }
+}
+
+KERNEL(256, paired_sums_float, Normalise<float>) { paired_sums<float>(c); }
+KERNEL(256, paired_sums_double, Normalise<double>) { paired_sums<double>(c); }
+
 // In rank two, most j attain the maximum for no i: +-(v0 x, v1 x) are points in the plane, the
 // maximal j for i is the point furthest in the direction (u0, u1), which is a corner of their
 // convex hull. So points well inside a polygon of extreme points are pruned. cpu/steps.cpp does the
