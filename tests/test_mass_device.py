@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import test_mass
 import torch
 from architectures import ARCHITECTURES
-from backends import imitate_gpu
+from backends import CPU, imitate_gpu, using
 from thorough import some
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from waits import Waits
 
 import gradtrace as gt
+from gradtrace.benchmarks.cases import gpt2
 from gradtrace.errors import NonFinite
 from gradtrace.ir import rescaling
 from gradtrace.ir.rescaling import DeferredRescaling, Rescaling, ScaledValue
+from gradtrace.kernels import Reference
+from gradtrace.kernels.operands import LineLayout, LowRankLines, line_operands
 from gradtrace.semirings import ABS, Abs
 from gradtrace.trace import Trace
+from gradtrace.tracing.mass import mass_of
 
 
 @pytest.fixture
@@ -145,10 +152,16 @@ def test_alignment() -> None:
         torch.testing.assert_close(
             number(both), number(first) + number(second), rtol=1e-6, atol=0.0
         )
+    three = deferred.aligned((held(5.0), a, b))
+    assert len({each.powers for each in three}) == 1
+    for before, after in zip((held(5.0), a, b), three):
+        torch.testing.assert_close(number(after), number(before), rtol=1e-6, atol=0.0)
     for powers in ((), a.powers, b.powers, c.powers):
         one = ScaledValue((deferred.one(powers, torch.ones(1)),), 0, powers)
         assert float(number(one)) == 1.0
     assert deferred.in_range([1.0]) and not deferred.in_range([float("inf")])
+    deferred._number(torch.tensor(float("inf"), dtype=torch.float64))
+    assert not deferred.in_range([1.0])
 
 
 def test_zeros_stay_zeros() -> None:
@@ -162,9 +175,87 @@ def test_zeros_stay_zeros() -> None:
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60, float("nan")])
 def test_watched_values(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
     for most in (1, 1000):
-        monkeypatch.setattr(rescaling, "WATCHED_VALUES", most)
+        monkeypatch.setattr(rescaling, "WAITING_VALUES", most)
         deferred = DeferredRescaling(Abs())
         deferred.balanced(ScaledValue((torch.ones(3),), 0, age=1))
         assert deferred.in_range([])
         deferred.balanced(ScaledValue((torch.tensor([size, 0.0]),), 0, age=1))
         assert not deferred.in_range([])
+
+
+# Launches and synchronisations -------------------------------------------------------------------
+
+_NO_LAUNCH = (
+    "view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice alias "
+    "as_strided narrow split unbind diagonal detach empty empty_strided new_empty empty_like"
+)
+NO_LAUNCH = frozenset(_NO_LAUNCH.split())
+"""ATen operations that start nothing on a GPU."""
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that start work on a GPU, and sees results in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = self.wide = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name.removeprefix("aten::") not in NO_LAUNCH:
+            self.count += 1
+            wide = isinstance(out, Tensor) and out.dtype is torch.float64 and out.numel() > 1
+            self.wide += wide
+        return out
+
+
+class Gpu(Reference):
+    """Plain torch, with a kernel for sums along lines, which is one launch."""
+
+    synchronises = sums_lines = True
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.host = False
+
+    def normalised_sums(
+        self, lines: LowRankLines, layout: LineLayout | None = None
+    ) -> Tensor | None:
+        operands = line_operands(lines, None, layout)
+        assert operands is not None
+        given, layout = operands
+        found = torch.zeros(tuple(layout.shape))  # the launch
+        with _disable_current_modes():
+            shape = layout.lines, layout.n
+            d, x, *pairs = (part.as_strided(shape, s) for part, s in zip(given, layout.steps))
+            weight = torch.diag_embed(d)
+            for u, v in zip(pairs, pairs[len(lines.left) :]):
+                weight = weight + u.unsqueeze(2) * v.unsqueeze(1)
+            return found.copy_((weight.abs() @ x.unsqueeze(2)).reshape(found.shape))
+
+
+def counted(layers: int) -> tuple[int, int, int, int]:
+    """Launches of a backward pass and of mass, synchronisations, and steps."""
+    given = gpt2(4, vocab_size=11, n_embd=8, n_layer=layers, n_head=2, n_positions=4)
+    with gt.watch(given.model) as watch:
+        loss = given.loss()
+    with Launches() as backward:
+        torch.autograd.grad(loss, list(given.model.parameters()), retain_graph=True)
+    trace = watch.trace(loss)
+    wanted = trace.mass().shares
+    with using(Gpu()), Waits() as waits, Launches() as launches:
+        found = mass_of(trace, None, 1.0)
+    assert found.shares == pytest.approx(wanted, rel=1e-5, nan_ok=True)
+    assert launches.wide < 10  # where scalars are read
+    return backward.count, launches.count, waits.count, len(trace.program.steps())
+
+
+def test_few_launches_and_synchronisations() -> None:
+    """A GPT-2 layer is some 75 steps in each direction; reading one element of each would wait."""
+    pytest.importorskip("transformers")
+    small, large = counted(2), counted(4)
+    assert small[2] == large[2] <= 4
+    backward, mass, steps = (large[n] - small[n] for n in (0, 1, 3))
+    assert steps >= 140
+    assert mass <= 5 * backward
+    assert mass <= 2.3 * steps

@@ -51,20 +51,22 @@ def value_of(
     if len(step.terms) > 1 and (order := tiling(maps.of(step))):
         held = rescaling.aligned([values[term.value] for term in step.terms])
         parts = zip(*(each.value for each in held))
-        out = tuple(tiled(maps.of(step), part, order) for part in parts)
-        found = held[0]._replace(value=out, age=max(each.age for each in held))
+        joined = tuple(tiled(maps.of(step), part, order) for part in parts)
+        found = held[0]._replace(value=joined, age=max(each.age for each in held))
     else:
         (at, value), *rest = step.terms
         found = applied(maps[at], values[value], semiring)
         for at, value in rest:
             found = rescaling.plus(found, applied(maps[at], values[value], semiring))
-    return found._replace(value=semiring.settle(found.value, step.dtype))
+    out = semiring.settle(found.value, step.dtype)
+    return found if out is found.value else found._replace(value=out)
 
 
 def applied(map_: Map, held: ScaledValue, semiring: Semiring) -> ScaledValue:
     """A map applied to a value."""
-    age = held.age if map_.is_gather else held.age + 1
-    return held._replace(value=map_.apply_in(held.value, semiring), age=age)
+    value, exponent, powers, age = held
+    age += not map_.is_gather
+    return ScaledValue(map_.apply_in(value, semiring), exponent, powers, age)
 
 
 def gradient_of(step: Step, maps: MapTable, values: Mapping[int, Tensor]) -> Tensor:

@@ -8,14 +8,16 @@ every few steps, and afterwards says whether all values between were in range.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
-from math import frexp, isfinite
+from math import frexp, inf, isfinite
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradtrace.kernels import backend_of, fetch_scalars
+from gradtrace.linops.indexing import nearby
 from gradtrace.semirings import Abs, Semiring, Value
 
 RESCALE_EXPONENT = 24
@@ -26,8 +28,8 @@ DEFERRED_STEPS, DEFERRED_STEPS_ALONE = 20, 5
 use, to which it would have to be aligned when they meet.
 """
 
-WATCHED_VALUES, WATCHED_BYTES = 32, 1 << 27
-"""How many values, and bytes of them, are kept at most until their largest elements are found."""
+WAITING_VALUES, WAITING_BYTES = 32, 1 << 27
+"""How many values, and bytes of them, are kept at most until their norms are computed together."""
 
 EXPONENT_BITS = {
     torch.float32: (torch.int32, 0x7F80_0000, 48),
@@ -52,6 +54,17 @@ class ScaledValue(NamedTuple):
     exponent: int
     powers: tuple[int, ...] = ()
     age: int = 0
+
+
+@dataclass(slots=True)
+class Scalar:
+    """``value · 2**exponent``, on the device; ``powers`` as in ``ScaledValue``. The value may be
+    computed later, and is there after ``Rescaling.flush``.
+    """
+
+    value: Tensor | None
+    exponent: int
+    powers: tuple[int, ...] = ()
 
 
 class Rescaling:
@@ -89,6 +102,14 @@ class Rescaling:
         a, b = self.aligned((a, b))
         return a._replace(value=self.semiring.plus(a.value, b.value), age=max(a.age, b.age))
 
+    def total(self, held: ScaledValue) -> Scalar:
+        """``⊕`` over all elements."""
+        (found,) = self.semiring.fold((held.value[0].reshape(-1),), 0)
+        return Scalar(found, held.exponent, held.powers)
+
+    def flush(self) -> None:
+        """Compute what is not yet."""
+
     def one(self, powers: tuple[int, ...], like: Tensor) -> Tensor:
         """What stands for the semiring's one in a value with these powers."""
         return like.new_full((), self.semiring.one[0])
@@ -110,23 +131,24 @@ class DeferredRescaling(Rescaling):
     def __init__(self, semiring: Semiring) -> None:
         super().__init__(semiring)
         self._powers: list[Tensor] = []
-        self._products: dict[tuple[int, ...], Tensor] = {}
+        self._read: list[float] = []
+        self._inverses: dict[tuple[int, ...], Tensor] = {}
         self._ones: dict[tuple[int, ...], Tensor] = {}
-        self._watched: list[Tensor] = []
-        self._bytes = 0
-        self._sizes: list[tuple[Tensor, int]] = []
+        self._summed, self._watched = _Norms(1.0), _Norms(inf)
+        self._sizes: list[tuple[Scalar, float]] = []
 
     def balanced(self, held: ScaledValue, alone: bool = False) -> ScaledValue:
         """The same value, divided by the power of two of its largest element if it is due."""
         (x,) = held.value
         if not held.age or not x.numel():
             return held
-        if held.age < (DEFERRED_STEPS_ALONE if alone else DEFERRED_STEPS):
-            self._watch(x)
-            return held
-        size = x.amax()
         whole, bits, range_ = EXPONENT_BITS[x.dtype]
-        self._sizes.append((size, range_))
+        seen = Scalar(None, 0)
+        self._sizes.append((seen, 2.0**range_))
+        if held.age < (DEFERRED_STEPS_ALONE if alone else DEFERRED_STEPS):
+            self._watched.append(seen, x)
+            return held
+        seen.value = size = x.amax()
         power = size.view(whole).bitwise_and(bits).view(x.dtype).clamp(min=2.0**-range_)
         return held._replace(value=(x / power,), powers=(*held.powers, self._number(power)), age=0)
 
@@ -137,72 +159,107 @@ class DeferredRescaling(Rescaling):
             return [self._lowered(each, long) for each in held]
         numbers = zip(*(each.powers for each in held))
         same = sum(1 for _ in takewhile(lambda n: len(set(n)) == 1, numbers))
-        own = [self._product(each.powers[same:], each.value[0]) for each in held]
-        most = torch.stack(own).amax()
-        powers = (*long[:same], self._number(most))
+        own = [self._inverse(each.powers[same:]) for each in held]
+        least = torch.stack(own).amin()
+        powers = (*long[:same], self._number(1 / least))
         return [
-            each._replace(value=(each.value[0] * (power / most).to(each.value[0].dtype),),
-                          powers=powers)
-            for each, power in zip(held, own)
-        ]  # fmt: skip
+            each._replace(value=(each.value[0] * (least / inverse),), powers=powers)
+            for each, inverse in zip(held, own)
+        ]
 
     def _lowered(self, held: ScaledValue, powers: tuple[int, ...]) -> ScaledValue:
         """A value with further powers, by which it is divided."""
         if held.powers == powers:
             return held
         (x,) = held.value
-        return held._replace(
-            value=(x / self._product(powers[len(held.powers) :], x),), powers=powers
-        )
+        inverse = nearby(self._inverse(powers[len(held.powers) :]), x.device)
+        return held._replace(value=(x * inverse,), powers=powers)
+
+    def _inverse(self, numbers: tuple[int, ...]) -> Tensor:
+        """``2**-n``, n being the sum of these powers' exponents; in float64, where it may be 0."""
+        found = self._inverses.get(numbers)
+        if found is None:
+            if numbers:
+                found = self._inverse(numbers[:-1]) / self._powers[numbers[-1]]
+            else:
+                found = self._powers[0].new_ones((), dtype=torch.float64)
+            self._inverses[numbers] = found
+        return found
+
+    def total(self, held: ScaledValue) -> Scalar:
+        """``⊕`` over all elements, later, together with those of others."""
+        found = Scalar(None, held.exponent, held.powers)
+        self._summed.append(found, held.value[0])
+        return found
 
     def one(self, powers: tuple[int, ...], like: Tensor) -> Tensor:
         """What stands for 1 in a value with these powers."""
         if powers not in self._ones:
-            one = self._product(powers, like).reciprocal() if powers else like.new_ones(())
+            one = self._inverse(powers) if powers else like.new_ones(())
             self._ones[powers] = one.to(like.dtype)
-        return self._ones[powers].to(like.device)
-
-    def _product(self, numbers: tuple[int, ...], like: Tensor) -> Tensor:
-        found = self._products.get(numbers)
-        if found is None:
-            last = self._powers[numbers[-1]].double()
-            found = self._product(numbers[:-1], like) * last if numbers[1:] else last
-            self._products[numbers] = found
-        return found.to(like.device)
+        return nearby(self._ones[powers], like.device)
 
     def _number(self, power: Tensor) -> int:
         self._powers.append(power)
         return len(self._powers) - 1
 
-    def _watch(self, x: Tensor) -> None:
-        """Find the largest element later, together with those of others."""
-        self._watched.append(x)
-        self._bytes += x.numel() * x.itemsize
-        if len(self._watched) == WATCHED_VALUES or self._bytes > WATCHED_BYTES:
-            self._measure()
-
-    def _measure(self) -> None:
-        for dtype, (_, _, range_) in EXPONENT_BITS.items():
-            some = [x for x in self._watched if x.dtype is dtype]
-            if some:
-                sizes = torch._foreach_norm(some, float("inf"))
-                self._sizes += [(size, range_) for size in sizes]
-        self._watched, self._bytes = [], 0
+    def flush(self) -> None:
+        """Compute the totals and largest elements that were put off."""
+        self._summed.flush()
+        self._watched.flush()
 
     def exponents(self) -> list[int]:
         """The powers of two that values refer to by number; reads them."""
-        return [frexp(power)[1] - 1 for power in fetch_scalars(self._powers)]
+        return [frexp(power)[1] - 1 for power in self._read_powers()]
 
     def in_range(self, results: Sequence[float]) -> bool:
         """Whether these are finite, and all values on the way had largest elements that allow for
         products and sums; reads these.
         """
-        self._measure()
-        if not all(map(isfinite, results)):
+        self.flush()
+        if not all(map(isfinite, results)) or not all(0 < x < inf for x in self._read_powers()):
             return False
-        sizes = fetch_scalars([size for size, _ in self._sizes])
-        limits = (2.0**range_ for _, range_ in self._sizes)
+        sizes = fetch_scalars([size.value for size, _ in self._sizes if size.value is not None])
+        limits = (most for _, most in self._sizes)
         return all(not size or 1 / most <= size <= most for size, most in zip(sizes, limits))
+
+    def _read_powers(self) -> list[float]:
+        if len(self._read) < len(self._powers):
+            self._read = fetch_scalars(self._powers)
+        return self._read
+
+
+class _Norms:
+    """Norms of many tensors whose elements are at least 0, computed some at a time: each would be a
+    launch of its own.
+    """
+
+    def __init__(self, order: float) -> None:
+        self.order = order
+        self._waiting: list[tuple[Scalar, Tensor]] = []
+        self._bytes = 0
+
+    def append(self, result: Scalar, x: Tensor) -> None:
+        """Write the norm of a tensor to a scalar, by the next ``flush`` at the latest."""
+        self._waiting.append((result, x))
+        self._bytes += x.numel() * x.itemsize
+        if len(self._waiting) == WAITING_VALUES or self._bytes > WAITING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Compute what is waiting."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Scalar, Tensor]]] = {}
+        for result, x in waiting:
+            by_kind.setdefault((x.dtype, x.device), []).append((result, x))
+        for some in by_kind.values():
+            for (result, _), norm in zip(some, self._norms([x for _, x in some])):
+                result.value = norm
+
+    def _norms(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        if backend_of(tensors[0]).host:  # there a norm is summed one by one, and rounds as often
+            return [x.sum() if self.order == 1 else x.amax() for x in tensors]
+        return torch._foreach_norm(tensors, self.order)
 
 
 def rescaled(

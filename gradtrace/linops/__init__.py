@@ -11,7 +11,7 @@ from gradtrace.linops.dense import Dense
 from gradtrace.linops.diag_low_rank import Normaliser
 from gradtrace.linops.distances import Distances
 from gradtrace.linops.elementwise import Scale
-from gradtrace.linops.gather import Identity, Index, Slot, gather, tiled, tiling
+from gradtrace.linops.gather import Cut, Identity, Index, Slot, gather, tiled, tiling
 from gradtrace.linops.opaque import Opaque
 from gradtrace.linops.reduce import Reduce
 from gradtrace.linops.scatter import Scatter
@@ -23,6 +23,7 @@ __all__ = [
     "Around",
     "Contract",
     "Convolve",
+    "Cut",
     "Dense",
     "Distances",
     "Identity",

@@ -39,7 +39,9 @@ class Scale(Map):
         return self._weight(x) * x
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
-        return semiring.times(semiring.weigh(self._weight(x[0])), x)
+        if not isinstance(self.weight, Tensor):
+            return semiring.times_number(x, self.weight)
+        return semiring.times_weight(x, self._weight(x[0]))
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         if at is None:

@@ -198,6 +198,22 @@ class Slot(Index):
         return torch.where((along >= 0) & (along < size), source, -1)
 
 
+class Cut(Index):
+    """Takes the elements from ``start`` on along ``dim``, as many as the output has."""
+
+    __slots__ = ("dim", "start")
+
+    def __init__(self, dim: int, start: int, in_shape: Shape, out_shape: Shape) -> None:
+        length = out_shape[dim]
+
+        def narrow(x: Tensor) -> Tensor:
+            return x.narrow(dim, start, length)
+
+        super().__init__(narrow, in_shape, out_shape, injective=True)
+        self.dim = dim
+        self.start = start
+
+
 def tiling(maps: Sequence[Map]) -> list[int] | None:
     """The order in which the inputs of these maps, concatenated, are the whole output; None if the
     maps are not slots that tile it without gaps or overlaps.

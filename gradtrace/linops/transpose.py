@@ -21,7 +21,7 @@ from gradtrace.linops.cumsum import Scan
 from gradtrace.linops.dense import Dense
 from gradtrace.linops.diag_low_rank import Normaliser
 from gradtrace.linops.elementwise import Scale
-from gradtrace.linops.gather import Identity, Index, Slot
+from gradtrace.linops.gather import Cut, Identity, Index, Slot
 from gradtrace.linops.reduce import Reduce
 from gradtrace.linops.scatter import Scatter
 from gradtrace.linops.side_by_side import SideBySide
@@ -168,6 +168,9 @@ class Spread(Scatter):
         sizes, strides, offset = view
         shaped = each(x, lambda part: part.reshape(sizes))
         repeated = [d for d, step in enumerate(strides) if not step and sizes[d] > 1]
+        if self.inputs == self.outputs and not repeated:  # a permutation of dimensions
+            order = sorted(range(len(sizes)), key=lambda d: -strides[d])
+            return each(shaped, lambda part: part.permute(order).reshape(self.out_shape))
         thin = tuple(1 if d in repeated else size for d, size in enumerate(sizes))
         out = semiring.zeros(self.out_shape, x)
         for whole, part in zip(out, semiring.reduce(shaped, repeated)):
@@ -223,11 +226,18 @@ def _(map_: Index) -> Map:
 @transposed.register
 def _(map_: Slot) -> Map:
     dim, start, size, shape = map_.dim, map_.start, map_.cut[map_.dim], map_.in_shape
+    if map_.cut == shape:
+        return Cut(dim, start, map_.out_shape, shape)
 
     def cut(x: Tensor) -> Tensor:
         return x.narrow(dim, start, size).reshape(shape)
 
     return Index(cut, map_.out_shape, shape, injective=True)
+
+
+@transposed.register
+def _(map_: Cut) -> Map:
+    return Slot(map_.dim, map_.start, map_.out_shape, map_.out_shape, map_.in_shape)
 
 
 @transposed.register

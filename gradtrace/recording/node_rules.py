@@ -22,6 +22,7 @@ from gradtrace.autodiff.nodes import Edges, Node
 from gradtrace.linops import (
     Around,
     Contract,
+    Cut,
     Identity,
     Index,
     Map,
@@ -131,12 +132,7 @@ def flipped(shape: Shape, wanted: Shape) -> Chain:
 @shared
 def cut(dim: int, start: int, shape: Shape, wanted: Shape) -> Chain:
     """``x.narrow(dim, start, wanted[dim])``."""
-    length = wanted[dim]
-
-    def narrow(x: Tensor) -> Tensor:
-        return x.narrow(dim, start, length)
-
-    return (Index(narrow, tuple(shape), tuple(wanted), injective=True),)
+    return (Cut(dim, start, tuple(shape), tuple(wanted)),)
 
 
 @shared
@@ -169,8 +165,18 @@ def permute(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleRes
 
 
 def slice_or_select(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
-    """``slice`` and ``select``: pads with zeros; the node itself is the index function."""
+    """``slice`` and ``select``: pads with zeros; of other steps than 1 the node itself is the index
+    function.
+    """
     out = node(grad)
+    selects = hasattr(node, "_saved_index")
+    if not out.is_complex() and (selects or node._saved_step == 1):
+        dim = _signed(node._saved_dim) % out.dim()
+        size, first = out.shape[dim], _signed(node._saved_index if selects else node._saved_start)
+        start = min(max(first + size if first < 0 else first, 0), size)
+        shape = grad.shape
+        cut = (*shape[:dim], 1, *shape[dim:]) if selects else tuple(shape)
+        return [(out, [slot(dim, start, cut, tuple(shape), tuple(out.shape))])]
     return [(out, [Index(node, tuple(grad.shape), tuple(out.shape), True, injective=True)])]
 
 

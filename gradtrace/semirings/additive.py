@@ -12,7 +12,7 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError, OutOfRange
 from gradtrace.kernels.precision import exact
 from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
-from gradtrace.semirings.einsum_plan import sum_weight_only_letters
+from gradtrace.semirings.einsum_plan import plan, sum_weight_only_letters
 
 
 class Additive(Semiring):
@@ -46,8 +46,9 @@ class Additive(Semiring):
 
     def product(self, spec: str, x: Tensor, weight: Tensor) -> Tensor:
         """An einsum in full float32 precision, without TF32."""
+        how = plan(spec, tuple(x.shape), tuple(weight.shape))  # torch.einsum makes it every time
         with exact(x):
-            return torch.einsum(spec, x, weight)
+            return how.back(torch.bmm(how.left(x), how.right(weight)))
 
     def linear(self, weight: Tensor) -> list[Piece] | None:
         return [(0, 0, self.weigh(weight)[0])]
@@ -125,7 +126,19 @@ class Abs(Additive):
         return (weight * weight if self.p == 2 else weight.abs().pow(self.p),)
 
     def weigh(self, weight: Tensor) -> Value:
-        return self.lift(wide(weight) if self.p == 1 else weight.double())
+        if self.p != 1:
+            return self.lift(weight.double())
+        return (wide(weight if weight.dtype is torch.bool else weight.abs()),)
+
+    def times_weight(self, x: Value, weight: Tensor) -> Value:
+        if self.p != 1 or x[0].dtype not in (torch.float32, torch.float64):
+            return super().times_weight(x, weight)
+        if weight.dtype is torch.bool:
+            return (x[0] * weight,)
+        return (x[0] * weight.abs(),)  # a half-precision weight is widened on the way
+
+    def times_number(self, x: Value, number: float) -> Value:
+        return (x[0] * abs(number),) if self.p == 1 else super().times_number(x, number)
 
     def size(self, x: Value) -> float:
         return float(x[0].amax()) if x[0].numel() else 1.0  # no value is negative

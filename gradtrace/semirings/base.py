@@ -135,6 +135,16 @@ class Semiring(ABC):
 
     # Derived operations --------------------------------------------------------------------------
 
+    def times_weight(self, x: Value, weight: Tensor) -> Value:
+        """``lift(weight) ⊗ x``, elementwise, with broadcasting."""
+        return self.times(self.weigh(weight), x)
+
+    def times_number(self, x: Value, number: float) -> Value:
+        """``lift(number) ⊗ x``."""
+        dtype = x[0].dtype if x[0].is_floating_point() else torch.float64
+        weight = torch.full((), number, dtype=dtype, device=x[0].device)  # fill: no host sync
+        return self.times(self.weigh(weight), x)
+
     def zeros(self, shape: Sequence[int], like: Value) -> Value:
         """A value that is ``zero`` everywhere, with the dtypes and device of ``like``."""
         return tuple(part.new_full(tuple(shape), z) for part, z in zip(like, self.zero))

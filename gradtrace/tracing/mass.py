@@ -21,6 +21,7 @@ from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
 from gradtrace.ir.program import Program
 from gradtrace.ir.rescaling import Rescaling, rescaled
 from gradtrace.kernels import fetch_scalars
+from gradtrace.kernels.precision import exact
 from gradtrace.printable import printable
 from gradtrace.semirings import Abs, Semiring
 from gradtrace.semirings.logarithmic import LogAbs
@@ -241,7 +242,8 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
         return rescaled(semiring, program.seed, run)
 
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        found = finitely(program, measured)
+        with exact(*semiring.weigh(program.seed)):  # here once, and not at every product
+            found = finitely(program, measured)
     leaves = [
         _Leaf(v, entries.may[v] & ~owned[v], entries.mixed(v) & ~owned[v]) for v in found[0].leaves
     ]

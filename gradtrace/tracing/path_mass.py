@@ -21,19 +21,11 @@ from gradtrace.errors import NonFinite
 from gradtrace.ir.interpreter import applied, is_move, value_of
 from gradtrace.ir.passes.entries import Entries, Entry
 from gradtrace.ir.program import Program, Step, Term
-from gradtrace.ir.rescaling import Rescaling, ScaledValue
+from gradtrace.ir.rescaling import Rescaling, Scalar, ScaledValue
 from gradtrace.kernels import fetch_scalars
-from gradtrace.linops import column_sums, is_permutation, transposed
+from gradtrace.linops import Reduce, Slot, column_sums, is_permutation, tiled, tiling, transposed
 from gradtrace.semirings import Semiring
 from gradtrace.semirings.logarithmic import LogAbs
-
-
-class Scalar(NamedTuple):
-    """``value · 2**exponent``, on the device; ``powers`` as in ``ScaledValue``."""
-
-    value: Tensor
-    exponent: int
-    powers: tuple[int, ...] = ()
 
 
 def leaf_tails(program: Program, entered: set[int]) -> dict[int, int]:
@@ -84,39 +76,83 @@ def run_ahead(
     """
     semiring = rescaling.semiring
     (like,) = semiring.weigh(program.seed)
-    held: dict[int, ScaledValue] = {}
+    parts = _Contributions(program, rescaling, like)
     kept: dict[int, ScaledValue] = {}
-    sums: dict[int, ScaledValue] = {}
     needed = _below(program, keep)
     shapes = {step.out: step.shape for step in program.steps()}
     for leaf in program.leaves:
         if leaf.value not in tails:
             shape = shapes.get(leaf.value, tuple(program.seed.shape))
-            held[leaf.value] = ScaledValue((like.new_full(shape, semiring.one[0]),), 0)
+            parts.held[leaf.value] = ScaledValue((like.new_full(shape, semiring.one[0]),), 0)
     for step in reversed(program.steps()):
-        whole = held.pop(step.out, None)
+        whole = parts.pop(step.out)
         if whole is not None:
-            whole = rescaling.balanced(whole, alone=not held)
+            whole = rescaling.balanced(whole, alone=not parts.held and not parts.slots)
             if step.out in keep:
                 kept[step.out] = whole
         elif step.out not in tails:
             continue
         for at, value in step.terms:
-            if value in tails or value not in needed:
-                continue
-            map_ = program.maps[at]
-            if whole is None:
-                powers = held[value].powers if value in held else ()
-                ones = (rescaling.one(powers, like),)
-                found = ScaledValue(column_sums(map_, semiring, ones), 0, powers, age=1)
-                if _is_small(found.value[0]):
-                    sums[at] = found
-            else:
-                found = applied(transposed(map_), whole, semiring)
-            held[value] = found if value not in held else rescaling.plus(held[value], found)
-    if program.root in held:
-        kept[program.root] = held[program.root]
-    return Ahead(kept, leading_to_leaves(program), sums)
+            if value not in tails and value in needed:
+                parts.add(value, at, whole)
+    whole = parts.pop(program.root)
+    if whole is not None:
+        kept[program.root] = whole
+    return Ahead(kept, leading_to_leaves(program), parts.sums)
+
+
+@dataclass
+class _Contributions:
+    """What ``ahead`` of values is a sum of, collected until it is complete.
+
+    Slots that tile a value are concatenated, so they wait in ``slots``. So do maps to leaves, in
+    ``ends``: their column sums are given the powers of what they are added to.
+    """
+
+    program: Program
+    rescaling: Rescaling
+    like: Tensor
+    held: dict[int, ScaledValue] = field(default_factory=dict)
+    slots: dict[int, list[tuple[Slot, ScaledValue]]] = field(default_factory=dict)
+    ends: dict[int, list[int]] = field(default_factory=dict)
+    sums: dict[int, ScaledValue] = field(default_factory=dict)
+
+    def add(self, value: int, at: int, whole: ScaledValue | None) -> None:
+        """A map that leads from the value to another whose ``ahead`` is known, or to a leaf."""
+        if whole is None:
+            self.ends.setdefault(value, []).append(at)
+            return
+        map_ = transposed(self.program.maps[at])
+        if isinstance(map_, Slot):
+            self.slots.setdefault(value, []).append((map_, whole))
+            return
+        found = applied(map_, whole, self.rescaling.semiring)
+        self.held[value] = self._plus(self.held.get(value), found)
+
+    def pop(self, value: int) -> ScaledValue | None:
+        """``ahead`` of a value to which all has been added; None if there is nothing."""
+        found = self.held.pop(value, None)
+        slots = self.slots.pop(value, [])
+        if order := tiling([slot for slot, _ in slots]) if slots else None:
+            parts = self.rescaling.aligned([whole for _, whole in slots])
+            joined = tiled([slot for slot, _ in slots], [part.value[0] for part in parts], order)
+            age = max(part.age for part in parts)
+            found = self._plus(found, parts[0]._replace(value=(joined,), age=age))
+        else:
+            for slot, whole in slots:
+                found = self._plus(found, applied(slot, whole, self.rescaling.semiring))
+        for at in self.ends.pop(value, ()):
+            powers = () if found is None else found.powers
+            ones = (self.rescaling.one(powers, self.like),)
+            columns = column_sums(self.program.maps[at], self.rescaling.semiring, ones)
+            sums = ScaledValue(columns, 0, powers, age=1)
+            if _is_small(columns[0]):
+                self.sums[at] = sums
+            found = self._plus(found, sums)
+        return found
+
+    def _plus(self, a: ScaledValue | None, b: ScaledValue) -> ScaledValue:
+        return b if a is None else self.rescaling.plus(a, b)
 
 
 def _below(program: Program, values: set[int]) -> set[int]:
@@ -189,6 +225,7 @@ class BackwardMass:
         leaves = {leaf.value for leaf in program.leaves}
         for number, block in enumerate(program.blocks):
             self._enter(entries.takes.get(number, ()))
+            ended: list[int] = []  # leaves that nothing is made of
             for k, step in enumerate((*block.steps, *block.merges)):
                 if k == len(block.steps):
                     self._exit(entries.exits.get(number, ()))
@@ -196,6 +233,7 @@ class BackwardMass:
                 self._step(step)
                 if step.out in leaves and step.out not in self.tails:
                     self._end(step.out)
+                    ended += [step.out] if step.out not in last else []
                 for term in step.terms:
                     if last[term.value] == n:
                         self._free(term.value)
@@ -207,7 +245,7 @@ class BackwardMass:
             if not block.merges:
                 self._exit(entries.exits.get(number, ()))
                 self._enter(entries.gives.get(number, ()))
-            for value in leaves & self.behind.keys() - last.keys():
+            for value in ended:
                 self._free(value)
         self.behind, self.around = {}, {}
         return Collected(self.leaves, self.entered, self.avoiding)
@@ -242,24 +280,33 @@ class BackwardMass:
         for term in step.terms:
             if term.value in self.tails:
                 continue
-            weights = self.ahead.sums.get(term.map)
-            if weights is None:
-                map_ = self.program.maps[term.map]
-                weights = ScaledValue(column_sums(map_, self.semiring, (self.one,)), 0)
-            self.leaves.setdefault(leaf, []).append(
-                _dot(self.behind[term.value], weights, self.semiring)
-            )
+            weights = self._column_sums(term.map)
+            self.leaves.setdefault(leaf, []).append(self._dot(self.behind[term.value], weights))
             for k in channels:
                 terms, values = self._avoided(step._replace(terms=(term,)), k)
                 if terms:
-                    held = _dot(values[term.value], weights, self.semiring)
-                    self._avoids(k, leaf).append(held)
+                    self._avoids(k, leaf).append(self._dot(values[term.value], weights))
+
+    def _column_sums(self, at: int) -> ScaledValue | None:
+        """The column sums of a map; None if all are 1."""
+        map_ = self.program.maps[at]
+        if isinstance(map_, Reduce) or is_permutation(map_):
+            return None
+        sums = self.ahead.sums.get(at)
+        return sums or ScaledValue(column_sums(map_, self.semiring, (self.one,)), 0)
+
+    def _dot(self, a: ScaledValue, b: ScaledValue | None) -> Scalar:
+        """The sum of all products; of a alone if b is 1."""
+        if b is not None:
+            product = self.semiring.times(a.value, b.value)
+            a = ScaledValue(product, a.exponent + b.exponent, a.powers + b.powers)
+        return self.rescaling.total(a)
 
     def _end(self, leaf: int) -> None:
         """Note the mass of a leaf that is no tail."""
-        self.leaves[leaf] = [total(self.behind[leaf], self.semiring)]
+        self.leaves[leaf] = [self.rescaling.total(self.behind[leaf])]
         for k in bits_of(self.entries.needed.get(leaf, 0)):
-            self._avoids(k, leaf).append(total(self.around[k][leaf], self.semiring))
+            self._avoids(k, leaf).append(self.rescaling.total(self.around[k][leaf]))
 
     def _avoids(self, k: int, leaf: int) -> list[Scalar]:
         return self.avoiding.setdefault((k, leaf), [])
@@ -278,7 +325,7 @@ class BackwardMass:
             here += [(1 << k, self.around[k][value]) for k in bits_of(entry.mixed)]
             for mask, held in here:
                 if mask & entry.whole:
-                    mass = _dot(held, ahead, self.semiring)
+                    mass = self._dot(held, ahead)
                     for k in bits_of(mask & entry.whole):
                         self.entered.setdefault(k, []).append(mass)
                 if sliced is not None and mask & of_slices & ~entry.whole:
@@ -289,7 +336,7 @@ class BackwardMass:
         """Count the paths that exit components here."""
         for value, mask in exits:
             if value in self.ahead.kept:
-                mass = _dot(self.behind[value], self.ahead.kept[value], self.semiring)
+                mass = self._dot(self.behind[value], self.ahead.kept[value])
                 for k in bits_of(mask):
                     self.entered.setdefault(k, []).append(mass)
 
@@ -343,7 +390,8 @@ def exact_sums(
     whole multiples of a power of two, and its exponent. None if values have left their range.
     """
     several = [some for group in groups for some in group.values()]
-    numbers = fetch_scalars([scalar.value for some in several for scalar in some])
+    rescaling.flush()
+    numbers = fetch_scalars([s.value for some in several for s in some if s.value is not None])
     if not rescaling.in_range(numbers):
         return None
     if isinstance(rescaling.semiring, LogAbs):
@@ -390,14 +438,3 @@ def _places(kinds: list[int], k: int, device: torch.device) -> Tensor:
     """The slices that belong to the component of bit k."""
     mine = [n for n, kind in enumerate(kinds) if kind >> k & 1]
     return torch.tensor(mine, dtype=torch.int64, device=device)
-
-
-def _dot(a: ScaledValue, b: ScaledValue, semiring: Semiring) -> Scalar:
-    product = semiring.times(a.value, b.value)
-    return total(ScaledValue(product, a.exponent + b.exponent, a.powers + b.powers), semiring)
-
-
-def total(held: ScaledValue, semiring: Semiring) -> Scalar:
-    """``⊕`` over all elements."""
-    (found,) = semiring.fold((held.value[0].reshape(-1),), 0)
-    return Scalar(found, held.exponent, held.powers)

@@ -21,14 +21,14 @@ from gradtrace.ir import memory
 from gradtrace.ir.interpreter import is_move, value_of
 from gradtrace.ir.passes.residuals import residual_branches
 from gradtrace.ir.program import HOOKS, Leaf, Program, Step
-from gradtrace.ir.rescaling import Rescaling, ScaledValue, rescaled
+from gradtrace.ir.rescaling import Rescaling, Scalar, ScaledValue, rescaled
 from gradtrace.linops import column_sums, transposed
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
 from gradtrace.tracing.masked_weights import finitely
 from gradtrace.tracing.mass import LOGARITHMS_FROM, checked_power
 from gradtrace.tracing.moments import in_units
-from gradtrace.tracing.path_mass import Scalar, as_float, exact_sums, leaf_tails, total
+from gradtrace.tracing.path_mass import as_float, exact_sums, leaf_tails
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT, REMEDY = "measuring a spectrum", "take the spectrum of one leaf: spectrum(of=name)"
@@ -263,11 +263,11 @@ def _masses(grading: Grading, semiring: Semiring) -> dict[int, Fraction]:
                 (sums,) = column_sums(program.maps[at], semiring, ones)
                 for grade, held in values[value].items():
                     part = held._replace(value=(held.value[0] * sums,))
-                    found.setdefault(grade, []).append(total(part, semiring))
+                    found.setdefault(grade, []).append(rescaling.total(part))
 
         for graded in grading.run(rescaling, tails, at_tail).values():
             for grade, held in graded.items():
-                found.setdefault(grade, []).append(total(held, semiring))
+                found.setdefault(grade, []).append(rescaling.total(held))
         sums = exact_sums([found], rescaling)
         if sums is None:
             return None
