@@ -241,9 +241,9 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
 
         return rescaled(semiring, program.seed, run)
 
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
-        with exact(*semiring.weigh(program.seed)):  # here once, and not at every product
-            found = finitely(program, measured)
+    precise = exact(*semiring.weigh(program.seed))  # here once, and not at every product
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY), precise:
+        found = finitely(program, measured)
     leaves = [
         _Leaf(v, entries.may[v] & ~owned[v], entries.mixed(v) & ~owned[v]) for v in found[0].leaves
     ]
