@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 import gradtrace as gt
 from gradtrace.cli import app
 from gradtrace.cli.influence import KINDS, kinds, parsed
+from gradtrace.cli.measures import MEASURES, Question
 from gradtrace.cli.target import functions
 from gradtrace.cli.trace import element
 from gradtrace.errors import GradtraceError
@@ -267,6 +268,32 @@ def test_what_is_asked_for(script: Path) -> None:
     assert sum(row["eligible"] for row in data["influence"]) <= 15
 
 
+def test_other_measures(script: Path) -> None:
+    """As ``trace.decompose()`` and its like have them."""
+    asked = [part for name in MEASURES for part in ("--measure", name)]
+    both = ["--components", "left", "--components", "right"]
+    found = traced(script, "loss", *both, *asked)["measures"]
+    watch = direct()
+    trace = watch.trace(watch.loss)  # type: ignore[attr-defined]
+    question = Question({"left": ["left"], "right": ["right"]}, None, 1.0)
+    for name, measure in MEASURES.items():
+        assert found[name]["rows"] == json.loads(
+            json.dumps(measure(trace, question).table().to_dicts())
+        )
+    for name in ("decompose", "mass"):
+        assert sum(row["share"] for row in found[name]["rows"]) == pytest.approx(1, abs=1e-9)
+    square = traced(script, "loss", *both, "--measure", "mass", "--power", 2)["measures"]
+    assert list(square) == ["mass"] and square["mass"]["rows"] != found["mass"]["rows"]
+    assert traced(script, "loss")["measures"] == {}
+
+
+def test_other_measures_are_printed(script: Path) -> None:
+    asked = ["--measure", "choices", "--measure", "decompose", "--measure", "decompose"]
+    text = run("trace", f"{script}:loss", *asked, "--top", 1).stdout
+    assert text.count("Gradient by component") == 1 == text.count("Choices (greedy)")
+    assert "more rows (--top" in text
+
+
 def test_files(script: Path, tmp_path: Path) -> None:
     saved, page = tmp_path / "new" / "ä 🙂.gradtrace", tmp_path / "neu" / "ö.html"
     data = traced(script, "function", "--out", saved, "--report", page)
@@ -334,6 +361,10 @@ def test_a_loss_without_any_path_has_a_table_all_the_same(script: Path) -> None:
         (["--path", "left.weight[9,9]"], "outside its shape"),
         (["--path", "left.weight[a]"], "write NAME or NAME[INDEX]"),
         (["--components", "lfet"], "did you mean left"),
+        (["--measure", "mas"], "did you mean mass?"),
+        (["--measure", "influence"], "there are decompose, mass, choices"),
+        (["--measure", "mass", "--power", "0"], "p is a positive number"),
+        (["--measure", "mass", "--power", "nan"], "p is a positive number"),
     ],
 )
 def test_what_is_not_there(script: Path, options: list[str], words: str) -> None:

@@ -38,8 +38,8 @@ def kinds(incomplete: str) -> list[str]:
 Rule = Annotated[
     Literal["greedy", "edge", "viterbi"],
     Option(
-        help="Go to the operator that hands back most, along the largest single edge, or along the "
-        "path of the largest product."
+        help="Which path an element has: step by step to the operator that hands back most "
+        "(greedy), along the largest single edge (edge), or the heaviest of all (viterbi)."
     ),
 ]
 Granularity = Annotated[

@@ -21,6 +21,15 @@ from gradtrace.cli.influence import (
     rows,
     write_influence,
 )
+from gradtrace.cli.measures import (
+    Measured,
+    Power,
+    Question,
+    checked,
+    data,
+    measured,
+    write_measure,
+)
 from gradtrace.cli.printing import Json, working, write, write_json, write_table
 from gradtrace.cli.target import Arguments, Target, kind_of, script_function
 from gradtrace.errors import GradtraceError, TooLarge
@@ -67,6 +76,7 @@ ReportPage = Annotated[Path | None, Option(help="Write a report, one HTML file."
         "gradtrace trace train.py:loss --report loss.html",
         "gradtrace trace train.py:loss --components 'encoder.*' --weight gradient --top 5",
         "gradtrace trace train.py:loss --path 'embed.weight[23,3]' --json -- tiny 3",
+        "gradtrace trace train.py:loss --components lstm --components gru --measure decompose",
         "gradtrace trace train.py:loss --granularity operator --out before.gradtrace",
         "where train.py has: def loss(size='base', layers='2'): ... return model(batch).loss",
     )
@@ -83,14 +93,19 @@ def trace(
     seed: Annotated[int, Option(help="For the sample.")] = 0,
     top: Top = None,
     path: Elements = None,
+    measure: Measured = None,
+    power: Power = 1.0,
     out: SavedTrace = None,
     report: ReportPage = None,
     as_json: Json = False,
 ) -> None:
-    """Trace the gradient of a loss: through which modules do its paths run?"""
+    """Trace the gradient of a loss: through which modules do its paths run, how do they divide, and
+    how much of the gradient do they explain?
+    """
     from gradtrace.pytorch.global_switches import uncompiled
 
     chosen, elements = parsed(components or []), [element(text) for text in path or ()]
+    more = checked(measure or ())
     wanted = Target.of(target, args)
     with working(f"running {wanted.name}") as work, uncompiled(), wanted.running() as script:
         loss, watched = _watched_loss(lambda: wanted.call(script), wanted.name, vars(script))
@@ -101,6 +116,7 @@ def trace(
         table = traced.influence(chosen, weight, of=of or None, sample=sample, seed=seed)
         divided = _divided(traced, of, sample, seed)
         flow = traced.flow().verdict
+        tables = measured(traced, more, Question(chosen, of or None, power), work.begin)
         for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
             if file is not None:
                 work.begin(f"{verb} {file}")
@@ -108,13 +124,17 @@ def trace(
                 make(file)
     if as_json:
         files = {"out": out and str(out), "report": report and str(report)}
-        write_json(_data(traced, loss, table, divided, top, flow, paths) | files)
+        more_data = {"measures": {name: data(each, top) for name, each in tables.items()}}
+        write_json(_data(traced, loss, table, divided, top, flow, paths) | more_data | files)
         return
     write(_summary(traced, loss))
     write_influence(table, top)
     write(f"Flow: {flow}")
-    for each in (*([divided.top(SHOWN_FORKS)] if divided.rows else []), *paths):
+    forks = [divided.top(SHOWN_FORKS)] if divided.rows and "choices" not in tables else []
+    for each in (*forks, *paths):
         write_table(each.table())
+    for found in tables.values():
+        write_measure(found, top)
     for what, file in (("trace", out), ("report", report)):
         if file is not None:
             write(f"The {what} is in {file}")
