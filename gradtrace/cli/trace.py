@@ -117,11 +117,7 @@ def trace(
         divided = _divided(traced, of, sample, seed)
         flow = traced.flow().verdict
         tables = measured(traced, more, Question(chosen, of or None, power), work.begin)
-        for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
-            if file is not None:
-                work.begin(f"{verb} {file}")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                make(file)
+        _write_files(traced, out, report, work.begin)
     if as_json:
         files = {"out": out and str(out), "report": report and str(report)}
         more_data = {"measures": {name: data(each, top) for name, each in tables.items()}}
@@ -138,6 +134,16 @@ def trace(
     for what, file in (("trace", out), ("report", report)):
         if file is not None:
             write(f"The {what} is in {file}")
+
+
+def _write_files(
+    traced: Trace, out: Path | None, report: Path | None, begin: Callable[[str], None]
+) -> None:
+    for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
+        if file is not None:
+            begin(f"{verb} {file}")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            make(file)
 
 
 def _divided(traced: Trace, of: list[str] | None, sample: int | None, seed: int) -> Choices:
