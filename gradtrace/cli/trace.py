@@ -131,6 +131,10 @@ def trace(
         write_table(each.table())
     for found in tables.values():
         write_measure(found, top)
+    _name_files(out, report)
+
+
+def _name_files(out: Path | None, report: Path | None) -> None:
     for what, file in (("trace", out), ("report", report)):
         if file is not None:
             write(f"The {what} is in {file}")
