@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +37,7 @@ from gradtrace.errors import GradtraceError, TooLarge
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from gradtrace.io.table import TextTable
     from gradtrace.trace import Trace
     from gradtrace.tracing.choices import Choices
     from gradtrace.tracing.influence import Influence
@@ -127,11 +128,17 @@ def trace(
     write_influence(table, top)
     write(f"Flow: {flow}")
     forks = [divided.top(SHOWN_FORKS)] if divided.rows and "choices" not in tables else []
-    for each in (*forks, *paths):
-        write_table(each.table())
-    for found in tables.values():
-        write_measure(found, top)
+    _write_tables([*forks, *paths], tables, top)
     _name_files(out, report)
+
+
+def _write_tables(
+    first: Iterable[Choices | GradientPath], measures: Mapping[str, TextTable], top: int | None
+) -> None:
+    for each in first:
+        write_table(each.table())
+    for table in measures.values():
+        write_measure(table, top)
 
 
 def _name_files(out: Path | None, report: Path | None) -> None:
