@@ -426,6 +426,34 @@ def test_files_hold_choices_and_old_ones_do_not(tmp_path: Path) -> None:
     old.report(tmp_path / "old.html")
 
 
+class Cells(nn.Module):
+    """A choice between two recurrent layers, within each of which there are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.gru = nn.Embedding(5, 3), nn.RNN(3, 3), nn.GRU(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        e = self.embed(x)
+        return (self.rnn(e)[0] + self.gru(e)[0]).sum()
+
+
+def test_a_report_begins_with_the_forks_between_modules() -> None:
+    """Within recurrent layers more elements have a choice, but nobody asked about these."""
+    torch.manual_seed(0)
+    model = Cells()
+    with gt.watch(model) as watch:
+        trace = watch.trace(model(torch.arange(4)))
+    forks = trace._view().choices
+    assert forks is not None and len(forks) > 1
+    assert {branch.name for branch in forks[0].branches} == {"rnn", "gru"}
+    known = trace.choices().information
+    assert forks[0].name != max(known, key=lambda name: known[name])
+    assert [known[fork.name] for fork in forks[1:]] == sorted(
+        (known[fork.name] for fork in forks[1:]), reverse=True
+    )
+
+
 def test_a_report_has_the_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = residual()
     forks = trace._view().choices

@@ -1,4 +1,6 @@
-"""The forks of a report: how paths divide at each, the most informative first."""
+"""The forks of a report: how paths divide at each. Those between modules come first, then those
+within one, each by information.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,17 @@ def shown(found: Choices, modules: Mapping[str, int]) -> tuple[Fork, ...]:
     told, rows = found.information, dict[str, list[Choice]]()
     for row in found.rows:
         rows.setdefault(row.fork, []).append(row)
-    order = sorted(rows, key=lambda fork: -told[fork])[:MAX_FORKS]
+    within = {
+        fork: not any(_module(row.branch, modules) > 0 for row in some)
+        for fork, some in rows.items()
+    }
+    order = sorted(rows, key=lambda fork: (within[fork], -told[fork]))[:MAX_FORKS]
     return tuple(_fork(rows[name], found.pairs, modules) for name in order)
+
+
+def _module(branch: str, modules: Mapping[str, int]) -> int:
+    """The number of the module that a branch is named after; -1 if it is none."""
+    return modules.get(branch.partition(" (call ")[0], -1)
 
 
 def _fork(rows: list[Choice], pairs: int, modules: Mapping[str, int]) -> Fork:
@@ -42,7 +53,7 @@ def _fork(rows: list[Choice], pairs: int, modules: Mapping[str, int]) -> Fork:
     branches = [
         Branch(
             row.branch,
-            modules.get(row.branch.partition(" (call ")[0], -1),
+            _module(row.branch, modules),
             float(row.count.t),
             row.count.share,
             row.gradient.share,
