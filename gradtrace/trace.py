@@ -170,6 +170,7 @@ class Trace(Measures):
         of: Leaves | None = None,
         index: int | Sequence[int] | None = None,
         sample: int | None = None,
+        leaf_rows: float | None = None,
         seed: int = 0,
     ) -> Influence:
         """The share of parameter elements whose paths pass through each component, as a table.
@@ -182,8 +183,13 @@ class Trace(Measures):
         ``of`` measures the influence on some leaves alone, by name, pattern or module
         (``"embed.weight"``, ``"encoder.*"``, ``["embed", "out.bias"]``); no others are traced. With
         ``index`` it is that on one element: for how many of the losses its path passes each
-        component. With ``sample`` only the paths of that many random elements are followed and
-        counted. That costs little more than recording did.
+        component.
+
+        With ``sample`` only the paths of that many random elements are followed and counted: for
+        large models that costs little more than recording did. With ``leaf_rows`` all values are
+        computed, but of large weights only some rows, which stand for the others: a part of them
+        (1/16), or so many. Shares then have standard errors (``table.errors``); the same ``seed``
+        draws the same elements on every device.
 
         >>> import torch, gradtrace as gt
         >>> x, y = torch.tensor([3.0, 4.0], requires_grad=True), torch.ones(2, requires_grad=True)
@@ -195,11 +201,12 @@ class Trace(Measures):
         by = checked_weight(weight)
         chosen = chosen_components(self, components)
         drawn = None if sample is None else (positive("sample", sample), seed)
-        table = influence_of(self, chosen, of, index, drawn).by(by)
+        rows = None if leaf_rows is None else (leaf_rows, seed)
+        table = influence_of(self, chosen, of, index, drawn, rows).by(by)
         kind = components if isinstance(components, str) else ""
         exact = table.measured is None
         table = replace(table, kind=kind, source=TraceSource(self, components, of, exact))
-        if isinstance(components, str) and of is None and drawn is None:
+        if isinstance(components, str) and of is None and drawn is None and rows is None:
             self.asked[components] = table
         return table
 

@@ -19,6 +19,7 @@ from gradtrace.tracing.executor import TracedLeaf, execute
 from gradtrace.tracing.followed import FollowedElements, follow_elements
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import ComponentFacts
+from gradtrace.tracing.leaf_rows import checked_rows, estimated, grouped_leaf, rows_kept
 from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.per_sample import Pairs
@@ -60,6 +61,26 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
         for found, gradient in _traced_leaves(traced, facts, storage):
             tally.add(found, gradient)
         return tally.result(traced.rule, "count", traced.notes)
+
+
+def counted_rows(
+    traced: TracedProgram, chosen: ComponentSelection, leaf_rows: float, seed: int = 0
+) -> Influence:
+    """``counted``, over random rows of large leaves: a part of their rows, or so many."""
+    part, sampled = rows_kept(traced, checked_rows(leaf_rows), seed)
+    facts = part.kept.facts(chosen)
+    storage = choose_storage(part.program, part.uses_kept, part.budget, WHAT, REMEDY)
+    whole = sum(len(leaf.pairs) for leaf in sampled.values())
+    tally = Tally(facts, part.program, whole + 1, room=storage.batch_bytes)
+    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        for found, gradient in _traced_leaves(part, facts, storage):
+            leaf = sampled.get(found.leaf.value)
+            if leaf is None:
+                tally.add(found._replace(pair=whole), gradient)
+            else:
+                tally.add(*grouped_leaf(found, gradient, leaf))
+        table = tally.result(traced.rule, "count", traced.notes)
+    return estimated(traced, chosen, sampled, table, facts.bounds(part.program).may)
 
 
 def _traced_leaves(

@@ -12,7 +12,7 @@ from gradtrace.autodiff.names import unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.select_leaves import select_leaves
 from gradtrace.tracing.components import ComponentSelection, within
-from gradtrace.tracing.counting import count_followed, counted, counted_sample
+from gradtrace.tracing.counting import count_followed, counted, counted_rows, counted_sample
 from gradtrace.tracing.coverage import Coverage, measured
 from gradtrace.tracing.followed import follow_elements
 from gradtrace.tracing.influence import Influence
@@ -87,17 +87,24 @@ def influence_of(
     of: Leaves | None,
     index: Index | None = None,
     sample: tuple[int, int] | None = None,
+    rows: tuple[float, int] | None = None,
 ) -> Influence:
     """The influence on some leaves (None: on all), or on the element ``index`` of one of them.
-    ``sample``: over that many random elements, with a seed.
+    ``sample``: over that many random elements, with a seed; ``rows``: of that part of the rows of
+    large leaves, with a seed.
     """
+    if rows is not None and (index is not None or sample is not None):
+        raise GradtraceError("leaf_rows counts rows of whole leaves: leave sample and index out")
     if index is not None:
         name = only_leaf(traced, of)
         if sample is not None:
             raise GradtraceError(f"index names one element of {name}: leave sample out")
         return _counted_element(selected(traced, name), chosen, name, index)
     part = traced if of is None else selected(traced, of)
-    table = counted(part, chosen) if sample is None else counted_sample(part, chosen, *sample)
+    if rows is not None:
+        table = counted_rows(part, chosen, *rows)
+    else:
+        table = counted(part, chosen) if sample is None else counted_sample(part, chosen, *sample)
     return table if of is None else _noted(table, of if isinstance(of, str) else ", ".join(of))
 
 

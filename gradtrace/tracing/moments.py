@@ -113,6 +113,11 @@ class Moments:
         """``t`` of each pair, of moments that were made by ``over``."""
         return self._pairs[0]
 
+    @property
+    def eligible(self) -> Sequence[float]:
+        """``e`` of each pair, of moments that were made by ``over``."""
+        return self._pairs[1]
+
     def parts(self) -> tuple[Fraction, ...]:
         """The five sums."""
         if self._parts is None:
