@@ -83,7 +83,7 @@ def test_every_model_is_compared_in_every_way(data: dict[str, Any]) -> None:
                 "influence",
                 "Viterbi values",
             ]
-            assert len(ways) == (5 if case.paths else 4)
+            assert len(ways) == (7 if case.paths else 4)
 
 
 def test_the_machine_is_told(data: dict[str, Any]) -> None:
@@ -211,7 +211,7 @@ def test_sections_for_a_gpu_say_where_they_were_taken(data: dict[str, Any], writ
     assert sizes == [8, 16]
     assert sum("tokens^" in note for note in data["sections"]["gpu-tokens"]["notes"]) == 4
     ways = [row[0] for row in data["sections"]["gpu-billion"]["rows"]]
-    assert ways[0] == "loss.backward()" and len(ways) == 5
+    assert ways[0] == "loss.backward()" and len(ways) == 7
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

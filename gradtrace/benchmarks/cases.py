@@ -137,7 +137,7 @@ FULL = (
         "GPT-2 size, 128 tokens",
         lambda: gpt2(128),
         trace=3.5,
-        sample=1.6,
+        sample=1.1,
         paths=10_000,
         needs="transformers",
     ),

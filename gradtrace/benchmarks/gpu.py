@@ -15,7 +15,7 @@ import gradtrace
 from gradtrace import kernels
 from gradtrace.benchmarks.cases import Problem, gpt2, llama
 from gradtrace.benchmarks.devices import Peak, counted, peak, place, settle, tidy, told, waited
-from gradtrace.benchmarks.models import plain, watched
+from gradtrace.benchmarks.models import plain, samples, watched
 from gradtrace.benchmarks.results import Absent, Curve, Figure, ResultColumn, Section, Setting, say
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.interleaved_timing import (
@@ -153,6 +153,7 @@ def _contracted(a: Tensor, b: Tensor) -> Ways:
 
 BACKWARD, RECORDING, INFLUENCE = "loss.backward()", "recording", "influence"
 GREEDY, VITERBI = "recording + influence", "recording + influence, viterbi"
+SAMPLED_ELEMENTS = 10_000
 LIMIT = 4.0
 """What recording and influence of GPT-2 small may take together, over the backward pass."""
 
@@ -174,6 +175,7 @@ def _ways(problem: Problem) -> dict[str, Way]:
         VITERBI: watched(
             problem, lambda watch, loss: watch.trace(loss, rule="viterbi").influence()
         ),
+        **samples(problem, SAMPLED_ELEMENTS),
     }
 
 

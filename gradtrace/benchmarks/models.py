@@ -76,7 +76,20 @@ def _ways(case: Case, problem: Problem) -> Ways:
         found[_sampled(case)] = watched(
             problem, lambda watch, loss: watch.trace(loss).paths(sample=case.paths)
         )
+        found |= samples(problem, case.paths)
     return found
+
+
+def samples(problem: Problem, elements: int) -> dict[str, Way]:
+    """Influence of sampled elements, and of sampled rows of large weights."""
+    return {
+        f"influence(sample={elements:_})": watched(
+            problem, lambda watch, loss: watch.trace(loss).influence(sample=elements)
+        ),
+        "influence(leaf_rows=1/16)": watched(
+            problem, lambda watch, loss: watch.trace(loss).influence(leaf_rows=1 / 16)
+        ),
+    }
 
 
 def _sampled(case: Case) -> str:
@@ -88,6 +101,7 @@ def _limits(case: Case) -> dict[str, float | None]:
         INFLUENCE: case.trace,
         VALUES: VITERBI if case.trace else None,
         _sampled(case): case.sample,
+        f"influence(sample={case.paths:_})": case.sample,
     }
 
 
