@@ -157,7 +157,7 @@ class Session:
 
     def _recorded(self, loss: Tensor, seed: Tensor, *options: Any, **more: Any) -> Program:
         """The program of a loss; the options are those of ``record``."""
-        more["make"] = recorder_of(self.name_table)
+        more["make"] = recorder_of(loss, self.name_table)
         found = simplified(record(loss, seed, self.name_table, self._hooks, *options, **more))
         RECENT.refresh()
         return found

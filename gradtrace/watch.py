@@ -25,7 +25,7 @@ from gradtrace.pytorch.wrapped_modules import (
     join,
     named_modules,
     named_parameters,
-    refuse_sharded,
+    refuse_flat,
     user_class,
 )
 from gradtrace.session import Session
@@ -69,7 +69,7 @@ class watch(Session, Listener):
             raise GradtraceError("this watch is already open; make a second gradtrace.watch(model)")
         if self._thread not in (0, threading.get_ident()):
             raise GradtraceError("this watch was open on another thread; make a second one")
-        refuse_sharded(self.model)
+        refuse_flat(self.model)
         self.name_table.sharded = ShardedModel.of(self.model)
         self._thread = threading.get_ident()
         self._here = _ThreadState()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,11 @@ def training(net: nn.Module, x: Tensor) -> list[float]:
         loss = losses(net, x).sum()
     watch.trace(loss).influence()
     loss.backward()  # type: ignore[no-untyped-call]
-    return [float(p.grad.full_tensor().sum()) for p in net.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+    return [float(whole(p.grad).sum()) for p in net.parameters() if p.grad is not None]
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def gradients(net: nn.Module, x: Tensor) -> dict[str, float]:
@@ -250,7 +255,166 @@ def monitored(mesh: Any, rank: int) -> Iterator[tuple[str, object]]:
     yield "same weights", all(map(torch.equal, *ends))
 
 
-SCENARIOS = {f.__name__: f for f in (fsdp,)}
+# Tensor parallel ---------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """Causal attention with four heads of two units, as many as a rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        parts = (f(x).view(batch, tokens, -1, 2).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        return self.o(mixed.transpose(1, 2).reshape(batch, tokens, -1))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(8), nn.LayerNorm(8), Heads()
+        self.up, self.gate, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 12)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+MODELS["decoder"] = Decoder
+
+
+def parallel(plan: str, mesh: Any) -> Any:
+    """An MLP, or a decoder of which layers or also tokens are sharded (``sequence``)."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    if plan == "mlp":
+        return parallelize_module(
+            model("mlp"), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+    net = model("decoder")
+    given, made = (Shard(1), Shard(1)) if plan == "sequence" else (Replicate(), Replicate())
+    for layer in net.layers:
+        columns = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+        columns |= {name: ColwiseParallel(input_layouts=given) for name in ("up", "gate")}
+        rows = {name: RowwiseParallel(output_layouts=made) for name in ("attention.o", "down")}
+        parallelize_module(layer, mesh, columns | rows)
+        if plan == "sequence":
+            norms = {name: SequenceParallel() for name in ("norm1", "norm2")}
+            whole = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            )
+            parallelize_module(layer, mesh, {**norms, "attention": whole})
+    ends = {"head": ColwiseParallel(input_layouts=given, output_layouts=Replicate())}
+    if plan == "sequence":
+        ends["embed"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        ends["norm"] = SequenceParallel()
+    return parallelize_module(net, mesh, ends)
+
+
+PLANS = {"mlp": "mlp", "layers": "decoder", "sequence": "decoder"}
+"""The model of each plan."""
+
+PARALLEL_CASES = {
+    2: [
+        ("mlp", "viterbi", False),
+        ("layers", "greedy", True),
+        *(("sequence", rule, True) for rule in ("greedy", "edge", "viterbi")),
+        ("sequence", "greedy", False),
+    ],
+    4: [("layers", "greedy", True), ("sequence", "edge", True)],
+}
+
+
+def tokens(name: str) -> Tensor:
+    """The same data on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    if name == "decoder":
+        return torch.randint(0, 12, (2, 4), generator=generator)
+    return torch.randn(3, 4, generator=generator).double()
+
+
+def tensor_parallel(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
+    """Models whose ranks compute each loss together."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world,))
+    for plan, rule, one in PARALLEL_CASES[world]:
+        net, x = parallel(plan, mesh), tokens(PLANS[plan])
+        trace = traced(net, x, rule, one)
+        table = trace.influence()
+        yield f"{plan} {rule} {one}", table.to_dict()
+        if rank == 0:
+            yield "printed", str(table)  # by one rank alone
+        if rule == "greedy" and one:
+            yield f"{plan} goes on", training(net, x)
+    if world > 2:
+        return
+    net, x = parallel("sequence", mesh), tokens("decoder")
+    trace = traced(net, x, one=True)
+    yield "decompose", str(trace.decompose(["layers.1", "layers.0.attention"]))
+    yield "choices", trace.choices().to_dict()
+    yield "levels", [(row.module, row.norm) for row in trace.flow()]
+    yield "gradient sums", {name: float(g.square().sum()) for name, g in trace.gradients.items()}
+    yield "path", failure(lambda: trace.path("layers.1.up.weight", (1, 2)))
+    yield "mass", failure(lambda: trace.mass(["layers.0.attention"]))
+    yield "unwatched", sorted(gt.trace(losses(net, x).sum()).influence("operators").shares.items())
+    unseen = parallel("mlp", mesh)  # registers hooks, so operators may have some
+    yield "hooked", failure(lambda: gt.trace(losses(unseen, tokens("mlp")).sum()))
+    yield "labelled", failure(lambda: labelled(mesh))
+    yield "local leaf", failure(lambda: local_leaf(mesh))
+    batches = [tokens("decoder").roll(n) for n in range(3)]
+    yield "data set", gt.influence(net, losses, batches, progress=False).to_dict()
+    yield "checkpoint", failure(lambda: gt.influence(net, losses, batches, checkpoint="x"))
+    with gt.Monitor(net, every=2, file=folder / "run.jsonl") as monitor:
+        for batch in batches:
+            loss = losses(net, batch).mean()
+            monitor.step(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+    yield "monitor", [table.to_dict()["rows"] for table in monitor.history.influences]
+
+
+def labelled(mesh: Any) -> None:
+    """Heads of a rank's own part are labelled."""
+    net = parallel("mlp", mesh)
+    with gt.watch(net) as watch:
+        hidden = gt.label(net[0](tokens("mlp")), 1, [f"unit{n}" for n in range(4)])
+        loss = net[4](net[2](hidden)).sum()
+    watch.trace(loss)
+
+
+def local_leaf(mesh: Any) -> None:
+    """A plain parameter between two layers, where each rank has other units."""
+    net, scale = parallel("mlp", mesh), torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with gt.watch(net) as watch:
+        loss = net[4](net[2](net[0](tokens("mlp")) * scale)).sum()
+    watch.trace(loss)
+
+
+SCENARIOS = {f.__name__: f for f in (fsdp, tensor_parallel)}
 
 
 def warm() -> None:
@@ -263,7 +427,8 @@ def warm() -> None:
 
 def main(names: str, rank: int, world: int, port: int, folder: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    waiting = timedelta(seconds=100)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=waiting)
     for name in names.split(","):
         found = list(SCENARIOS[name](rank, world, folder))
         (folder / f"{name}-{rank}.json").write_text(json.dumps(found))

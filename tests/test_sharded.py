@@ -13,16 +13,20 @@ import pytest
 import shards
 import torch
 from launch import Ended, Group, started
-from shards import CASES, given, losses, model, traced
+from shards import CASES, PARALLEL_CASES, PLANS, given, losses, model, tokens, traced
 
 import gradtrace as gt
+from gradtrace.tracing.influence import Influence
 
+PARALLEL = [(world, *case) for world, cases in PARALLEL_CASES.items() for case in cases]
 ALL = [(world, *case) for world, cases in CASES.items() for case in cases]
 
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ended]:
-    asked = {n: Group("fsdp", n, tmp_path_factory.mktemp(f"ranks{n}")) for n in (2, 4)}
+    asked = {
+        n: Group("fsdp,tensor_parallel", n, tmp_path_factory.mktemp(f"ranks{n}")) for n in (2, 4)
+    }
     found = dict(zip(asked, started("shards", *asked.values())))
     for world, ended in found.items():
         assert ended.codes == [0] * world, ended.printed
@@ -121,3 +125,62 @@ def test_a_monitor_traces_units_together(two: Ended) -> None:
         (sum(parts) / 2).backward()  # type: ignore[union-attr]
         optimiser.step()
         optimiser.zero_grad()
+
+
+# Tensor parallel ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world,plan,rule,one", PARALLEL)
+def test_a_trace_of_parts_is_that_of_the_whole_model(
+    groups: dict[int, Ended], world: int, plan: str, rule: str, one: bool
+) -> None:
+    net = model(PLANS[plan])
+    table = traced(net, tokens(PLANS[plan]), rule, one).influence()
+    for found in groups[world].each("tensor_parallel", f"{plan} {rule} {one}"):
+        assert counts(found) == counts(as_json(table.to_dict()))
+        shares = Influence.from_dict(found).by("gradient").shares
+        assert shares == pytest.approx(table.by("gradient").shares, rel=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("world,plan", [(2, "layers"), (2, "sequence"), (4, "layers")])
+def test_training_of_parts_goes_on(groups: dict[int, Ended], world: int, plan: str) -> None:
+    want = shards.training(model("decoder"), tokens("decoder"))
+    for found in groups[world].each("tensor_parallel", f"{plan} goes on"):
+        assert found == pytest.approx(want, rel=1e-9, abs=1e-12)
+
+
+def test_measures_of_parts_are_those_of_the_whole_model(two: Ended) -> None:
+    trace = traced(model("decoder"), tokens("decoder"), one=True)
+    flow = {row.module: row.norm for row in trace.flow()}
+    sums = {name: float(grad.square().sum()) for name, grad in trace.gradients.items()}
+    for found in two.found("tensor_parallel"):
+        ranks = dict(found)
+        assert ranks["decompose"] == str(trace.decompose(["layers.1", "layers.0.attention"]))
+        names = [row["branch"] for row in as_json(trace.choices().to_dict())["rows"]]
+        assert [row["branch"] for row in ranks["choices"]["rows"]] == names
+        assert dict(ranks["levels"]) == pytest.approx(flow)
+        assert ranks["gradient sums"] == pytest.approx(sums)
+
+
+def test_data_sets_and_monitors_of_parts(two: Ended) -> None:
+    net, batches = model("decoder"), [tokens("decoder").roll(n) for n in range(3)]
+    table = as_json(gt.influence(net, losses, batches, progress=False).to_dict())
+    steps = []
+    for batch in batches[::2]:
+        with gt.watch(net, composed=False) as watch:
+            loss = losses(net, batch).mean()
+        steps.append(counts(as_json(watch.trace(loss).influence().to_dict())))
+    for found in map(dict, two.found("tensor_parallel")):
+        assert counts(found["data set"]) == counts(table)
+        assert [counts({"rows": rows}) for rows in found["monitor"]] == steps
+        assert "trace all batches together" in found["checkpoint"]
+
+
+def test_what_leads_to_other_ranks_is_refused(two: Ended) -> None:
+    for found in map(dict, two.found("tensor_parallel")):
+        for what in ("path", "mass"):
+            assert "lead from one rank to another" in found[what]
+        assert "names slices of a local part" in found["labelled"]
+        assert "is a plain tensor that is used on local parts of a DTensor" in found["local leaf"]
+        assert "run the forward pass inside gradtrace.watch(model)" in found["hooked"]
+        assert found["unwatched"]

@@ -20,6 +20,7 @@ from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
+from gradtrace.pytorch.dtensor import is_dtensor
 from gradtrace.pytorch.fsdp import all_gathered, unwatched
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 
@@ -94,7 +95,9 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
         )
     _check_gathered(loss, name_table)
     wrapped = {
-        key: names[0] for key, (leaf, names) in name_table.leaves.items() if is_wrapper(leaf)
+        key: names[0]
+        for key, (leaf, names) in name_table.leaves.items()
+        if is_wrapper(leaf) and not is_dtensor(leaf)
     }
     for node in pending(nodes.root_of(loss))[0] if wrapped and elements else ():
         if type(node) is nodes.ACCUMULATE and id(node.variable) in wrapped:

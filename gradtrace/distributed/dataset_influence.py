@@ -27,6 +27,7 @@ from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.pytorch.side_effects import restored
+from gradtrace.pytorch.wrapped_modules import is_tensor_parallel
 from gradtrace.trace import Trace
 from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.coverage import Coverage
@@ -94,7 +95,8 @@ def influence(
     alone. A loader with a DistributedSampler, or any other with ``sharded=True``, gives each rank
     its own part. If a rank fails, all do (RankFailed), and a run with the same ``checkpoint``
     continues, with any number of ranks. DistributedDataParallel and ``fully_shard`` are unwrapped
-    for the duration. See docs/distributed.md.
+    for the duration; the ranks of a tensor-parallel model trace all batches together. See
+    docs/distributed.md.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)
@@ -121,7 +123,8 @@ def influence(
         table = trace.influence(
             components, weight, of=wanted, index=index, sample=sample, seed=seed_of(seed, number)
         )
-        if coverage and number < COVERED_BATCHES and granularity == "scalar" and index is None:
+        covered = coverage and granularity == "scalar" and not trace.sharded
+        if covered and number < COVERED_BATCHES and index is None:
             return replace(table, measured=_coverage(trace, wanted, loss))
         return table if coverage and index is not None else replace(table, measured=None)
 
@@ -168,6 +171,8 @@ def over_batches(
     """
     model, loss_fn, loader = given
     checkpoint, progress, group, sharded = options
+    if is_tensor_parallel(model):
+        group = _together(group, checkpoint)
     try:
         with joined(group) as ranks, unwrap.apart(model):
             own = batches.sharded(loader, ranks.world) if sharded is None else sharded
@@ -187,6 +192,16 @@ def over_batches(
             f"{error}; what was counted is kept beside {os.fspath(checkpoint)}, and the same call "
             "goes on from there"
         ) from error
+
+
+def _together(group: Any, checkpoint: object) -> bool:
+    """The group of a tensor-parallel model: none, since its ranks trace each batch together."""
+    if group or checkpoint is not None:
+        raise GradtraceError(
+            "the ranks of a tensor-parallel model trace all batches together, and each gets the "
+            "whole table: leave out group= and checkpoint=, and give all of them the same loader"
+        )
+    return False
 
 
 NOTHING = PartialResult()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import hypot, inf
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch.linalg import vector_norm
 
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import Program
+from gradtrace.pytorch.dtensor import LocalParts, told
 
 
 class Size(NamedTuple):
@@ -49,10 +50,24 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
                 if last.get(value, -1) <= n:
                     values.pop(value, None)
     numbers = torch.stack(list(found.values())).tolist()
-    return {
+    measured = {
         value: Size(norm, largest, int(nonzero), mass, *forms[value])
         for value, (norm, largest, nonzero, mass) in zip(found, numbers)
     }
+    parts = program.constants.parts
+    return measured if parts is None else _over_ranks(measured, parts)
+
+
+def _over_ranks(found: dict[int, Size], parts: LocalParts) -> dict[int, Size]:
+    """The sizes of whole tensors, of those of the parts that ranks have. Called by all ranks."""
+    mine = [tuple(size)[:-1] for value, size in found.items() if value in parts.values]
+    each = iter(list(zip(*told(mine, parts.mesh))))  # for each value, the sizes of all parts
+    for value in [value for value in found if value in parts.values]:
+        norms, largest, nonzero, mass, entries = zip(*next(each))
+        found[value] = Size(
+            hypot(*norms), max(largest), sum(nonzero), sum(mass), sum(entries), found[value].dtype
+        )
+    return found
 
 
 def sizes(x: Tensor) -> Tensor:

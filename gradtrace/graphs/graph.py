@@ -16,7 +16,7 @@ from gradtrace.autodiff.names import NameTable, unknown
 from gradtrace.autodiff.nodes import ACCUMULATE, Node
 from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
-from gradtrace.errors import UnknownName
+from gradtrace.errors import UnknownName, Unsupported
 from gradtrace.graphs.operators import Edge, Operator
 from gradtrace.graphs.svg import draw
 from gradtrace.io import container
@@ -100,8 +100,14 @@ class Graph:
         from gradtrace.recording.record import record
         from gradtrace.recording.sharded import recorder_of
 
-        seed, make = torch.ones_like(self._loss), recorder_of(self._table)
-        return count_edges(record(self._loss, seed, self._table, self._watch, make=make))
+        seed, make = torch.ones_like(self._loss), recorder_of(self._loss, self._table)
+        program = record(self._loss, seed, self._table, self._watch, make=make)
+        if program.constants.parts is not None:
+            raise Unsupported(
+                "pairs are not counted where ranks work on local parts of DTensors; load the full "
+                "state dict into a plain module"
+            )
+        return count_edges(program)
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """The graph with an edge from each operator to each argument, keyed by position."""

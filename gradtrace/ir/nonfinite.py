@@ -24,7 +24,7 @@ def maybe_nonfinite(named: Mapping[str, Leaf]) -> list[str]:
     lazy = {n: leaf.given for n, leaf in named.items() if isinstance(leaf.given, LazyGradient)}
     sizes = sizes_of(lazy.values())
     sure = {name for name, sum_ in lazy.items() if sum_.surely_finite(sizes)}
-    return [name for name in named if name not in sure]
+    return [name for name, leaf in named.items() if name not in sure and leaf.layout is None]
 
 
 def refuse_nonfinite(

@@ -77,6 +77,14 @@ class Apply(NamedTuple):
     free: tuple[int, ...] = ()
 
 
+class Exchange(NamedTuple):
+    """A step of one term whose map is across ranks: these exchange values and provenance."""
+
+    step: Step
+    form: Form
+    free: tuple[int, ...] = ()
+
+
 class Join(NamedTuple):
     """A step of several terms: ``out = ⊕ map(value)``. ``forms`` are those of the terms. Encoding
     ``UNIFORM`` of the result: all terms have the same provenance.
@@ -146,7 +154,7 @@ class Emit(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    "Apply | Join | Concat | Sum | Nested | TakeProvenance | AddBits | AddSlices | Emit"
+    "Apply | Exchange | Join | Concat | Sum | Nested | TakeProvenance | AddBits | AddSlices | Emit"
 )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradtrace.autodiff.names import ModuleCall
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.linops import Map
+from gradtrace.pytorch.dtensor import Layout, LocalParts
 from gradtrace.types import Shape
 
 
@@ -89,17 +90,21 @@ class Block:
 class Leaf:
     """A leaf, the number of the value that is its gradient, and the gradient as autograd's formulas
     computed it, or a lazy gradient that can be computed later. ``shard`` is the part that this rank
-    holds of a parameter which is in memory as a whole only while it is used.
+    holds of a parameter which is in memory as a whole only while it is used. With a ``layout``, the
+    gradient given is this rank's part of it, and it is finite.
     """
 
     tensor: Tensor
     value: int
     given: Tensor | LazyGradient
     shard: Any = None  # a DTensor
+    layout: Layout | None = None
 
     def compute(self) -> Tensor:
-        """The gradient, computed now if it is lazy."""
-        return self.given.total() if isinstance(self.given, LazyGradient) else self.given
+        """The gradient, computed now if it is lazy, gathered if this rank has a part of it."""
+        if isinstance(self.given, LazyGradient):
+            return self.given.total()
+        return self.given if self.layout is None else self.layout.gather(self.given)
 
     @property
     def stored(self) -> Tensor:
@@ -109,7 +114,9 @@ class Leaf:
     @property
     def known(self) -> Tensor | None:
         """The gradient if it has been computed, else None."""
-        return None if isinstance(self.given, LazyGradient) else self.given
+        if self.layout is not None or isinstance(self.given, LazyGradient):
+            return None
+        return self.given
 
 
 @dataclass
@@ -118,12 +125,14 @@ class Constants:
 
     Losses of the same structure have equal programs, and each its own constants. ``seed`` is the
     cotangent of the loss. ``kept`` are gradients that recording computed anyway, by value number.
+    ``parts``: values of which this rank has its own part, and the ranks that have the others.
     """
 
     seed: Tensor
     maps: MapTable
     leaves: list[Leaf]
     kept: dict[int, Tensor] = field(default_factory=dict)
+    parts: LocalParts | None = None
 
 
 @dataclass

@@ -55,7 +55,8 @@ class Map(ABC):
     ``single_target``: every input element has at most one output element.
     ``is_gather``: elements are only moved, not scaled; ``is_diagonal``: only scaled, not moved.
     ``unit_weights``: all entries are 1. ``full_rows``: all rows have ``width`` entries.
-    ``weights``: the names of the attributes that hold weights.
+    ``weights``: the names of the attributes that hold weights. ``across_ranks``: input elements are
+    on several ranks, which apply the map together.
     """
 
     __slots__ = ("in_shape", "out_shape")
@@ -65,6 +66,7 @@ class Map(ABC):
     is_diagonal = False
     unit_weights = False
     full_rows = False
+    across_ranks = False
     weights: tuple[str, ...] = ()
 
     in_shape: Shape

@@ -12,7 +12,6 @@ from torch import Tensor
 from gradtrace.linops.base import Map
 from gradtrace.linops.contraction import Contract
 from gradtrace.linops.side_by_side import SideBySide
-from gradtrace.pytorch.fsdp import ShardedModel, Unit
 from gradtrace.semirings.einsum_plan import plan
 from gradtrace.types import Shape
 
@@ -20,8 +19,8 @@ from gradtrace.types import Shape
 class ShardedView(NamedTuple):
     """A view of a parameter that is gathered when it is read."""
 
-    model: ShardedModel
-    unit: Unit
+    model: Any  # a ShardedModel, or WholeTensors
+    unit: Any  # the unit of it, or a DTensor
     key: int  # of the parameter's memory
     like: Tensor  # without elements: dtype and device
     shape: Shape
@@ -35,7 +34,7 @@ class ShardedView(NamedTuple):
             return self.like.new_empty(0).set_(storage, self.offset, self.shape, self.strides)
 
 
-def gathered_on_read(map_: Map, model: ShardedModel, owners: Mapping[int, Unit]) -> Map:
+def gathered_on_read(map_: Map, model: Any, owners: Mapping[int, Any]) -> Map:
     """The same map; weights in the memory of parameters (``owners``, by the identity of their
     memory) are gathered when they are read. The map itself if it has none.
     """
@@ -61,18 +60,18 @@ def gathered_on_read(map_: Map, model: ShardedModel, owners: Mapping[int, Unit])
     return found  # type: ignore[no-any-return]
 
 
-def sharded_model(maps: Iterable[Map]) -> ShardedModel | None:
-    """The model whose parameters these maps read, if it is sharded."""
+def sharded_model(maps: Iterable[Map]) -> Any:
+    """What gathers the weights that these maps read; None if they are in memory."""
     views = (getattr(map_, "views", None) for map_ in maps)
     return next((view.model for found in views if found for view in found.values()), None)
 
 
-def reads_memory_of(map_: Map, owners: Mapping[int, Unit]) -> bool:
+def reads_memory_of(map_: Map, owners: Mapping[int, Any]) -> bool:
     """Whether a weight of a map is in the memory of parameters."""
     return any(_memory(getattr(map_, name)) in owners for name in map_.tensors())
 
 
-def _own(held: Any, owners: Mapping[int, Unit]) -> Any:
+def _own(held: Any, owners: Mapping[int, Any]) -> Any:
     return held.clone() if isinstance(held, Tensor) and _memory(held) in owners else held
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import Unsupported
+from gradtrace.pytorch.dtensor import is_dtensor
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _OWN = torch._C._disabled_torch_dispatch_impl
@@ -38,6 +39,8 @@ def plain(x: Tensor) -> Tensor:
 
 
 def _written_out(x: Tensor) -> Tensor:
+    if type(x).__name__ == "AsyncCollectiveTensor":  # the result of a collective under way
+        return x.trigger_wait()  # type: ignore[attr-defined,no-any-return]
     if is_wrapper(x):
         refuse_wrapper(x)
     with torch._C.DisableTorchFunctionSubclass():  # skip __torch_function__ of user classes
@@ -55,6 +58,8 @@ def numbers_of(x: Tensor) -> list[Tensor]:
     """The tensors inside a wrapper (``__tensor_flatten__``, none if it lacks that); else ``x``."""
     if not is_wrapper(x):
         return [x]
+    if is_dtensor(x):
+        return [x.to_local()]  # type: ignore[attr-defined]
     flatten: Any = getattr(x, "__tensor_flatten__", None)
     return [] if flatten is None else [y for n in flatten()[0] for y in numbers_of(getattr(x, n))]
 

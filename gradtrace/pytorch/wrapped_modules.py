@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from gradtrace.errors import Unsupported
+from gradtrace.pytorch.dtensor import is_dtensor
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -64,6 +65,14 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     return [] if kind is None else [m for m in model.modules() if isinstance(m, kind)]
 
 
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Whether parameters are DTensors, but not those of ``fully_shard``: its ranks compute each
+    loss together.
+    """
+    units = {id(p) for module in sharded_modules(model) for p in module.parameters()}
+    return any(is_dtensor(p) and id(p) not in units for _, p in named_parameters(model))
+
+
 def sharding_hooks(hooks: Mapping[int, Any]) -> list[int]:
     """The keys of the hooks of FSDP, which gather and free a module's parameters."""
     home = "torch.distributed.fsdp"
@@ -78,19 +87,6 @@ def refuse_flat(model: nn.Module) -> None:
             "flat tensor: shard it with torch.distributed.fsdp.fully_shard, or load its full state "
             "dict into a plain module and trace that"
         )
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise for parameters of which each rank holds a part, but for those of ``fully_shard``."""
-    refuse_flat(model)
-    units = {id(p) for module in sharded_modules(model) for p in module.parameters()}
-    for name, parameter in named_parameters(model):
-        if hasattr(parameter, "full_tensor") and id(parameter) not in units:
-            raise Unsupported(
-                f"{name} is a DTensor, of which each rank holds a part: load the full state dict "
-                "(torch.distributed.checkpoint.state_dict, full_state_dict=True) into a plain "
-                "module and trace that"
-            )
 
 
 def join(name: str, key: str) -> str:

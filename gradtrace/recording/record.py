@@ -29,6 +29,7 @@ from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, Program, Step
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.pytorch import memory_limits
+from gradtrace.pytorch.dtensor import LocalParts
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.recording import placeholders
 from gradtrace.recording.aten_rules import BatchedWeights, real_dtype, shape_of
@@ -184,6 +185,10 @@ class ProgramRecorder:
 
     def close(self) -> None:
         """Called at the end of the pass."""
+
+    def parts(self) -> LocalParts | None:
+        """The values of which this rank has its own part, in a tensor-parallel model."""
+        return None
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Record the maps of a node and pass its results on to the nodes of its arguments."""
@@ -434,7 +439,7 @@ def record(
             walk(loss, recorder.visit, order)
             recorder.products.batched_weights.flush()
         kept = {} if bare else recorder.cache.values
-        constants = Constants(seed, recorder.maps, recorder.leaves, kept)
+        constants = Constants(seed, recorder.maps, recorder.leaves, kept, recorder.parts())
         return Program(recorder.first, recorder.new(), recorder.blocks, constants)
 
     backend = backend_of(seed)

@@ -16,12 +16,15 @@ from torch import Tensor
 from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, Edges, Node, edges_of
 from gradtrace.autodiff.threads import unit_around
+from gradtrace.errors import Unsupported
 from gradtrace.ir.lazy_gradient import LazyPart
 from gradtrace.ir.program import Block
 from gradtrace.linops.sharded import gathered_on_read, reads_memory_of
+from gradtrace.pytorch.dtensor import in_use
 from gradtrace.pytorch.fsdp import POST_BACKWARD, Residency, ShardedModel
 from gradtrace.recording.node_rules import Edge
 from gradtrace.recording.record import ProgramRecorder
+from gradtrace.recording.tensor_parallel import TensorParallelRecorder, mesh_of
 
 
 class ShardedRecorder(ProgramRecorder):
@@ -64,9 +67,18 @@ class ShardedRecorder(ProgramRecorder):
                 lazy.parts, lazy.versions = [LazyPart((), lazy.total())], []
 
 
-def recorder_of(name_table: NameTable) -> Callable[..., ProgramRecorder]:
-    """What makes the recorder of a graph: of a sharded model, if its watch knows one."""
+def recorder_of(loss: Tensor, name_table: NameTable) -> Callable[..., ProgramRecorder]:
+    """What makes the recorder of a graph: that of a sharded model, if its watch knows one, or of a
+    tensor-parallel one, if there are operators on DTensors.
+    """
     model = name_table.sharded
+    if in_use() and (mesh := mesh_of(loss)) is not None:
+        if model is not None:
+            raise Unsupported(
+                "fully_shard has sharded a model whose parameters are DTensors (tensor parallel), "
+                "which is traced with one of the two only"
+            )
+        return partial(TensorParallelRecorder, mesh)
     return ProgramRecorder if model is None else partial(ShardedRecorder, model)
 
 

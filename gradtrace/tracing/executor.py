@@ -39,6 +39,7 @@ from gradtrace.ir.plan import (
     Concat,
     Emit,
     Encoding,
+    Exchange,
     Form,
     Join,
     Nested,
@@ -50,10 +51,12 @@ from gradtrace.ir.plan import (
 )
 from gradtrace.ir.program import Constants, Leaf, Program, Step
 from gradtrace.linops import Map, tiled
+from gradtrace.linops.across_ranks import RankGather
 from gradtrace.linops.indexing import nearby
 from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
 from gradtrace.tracing.edge_rule import unsized, with_size
+from gradtrace.tracing.exchange import exchanged
 from gradtrace.tracing.provenance import (
     COMPACT_ABOVE_ENTRIES,
     ProvenanceTable,
@@ -247,6 +250,16 @@ class Executor:
         self.states[step.out] = unsized(found) if op.form.size is Sizing.LAST else found
         return op.free
 
+    def _exchange(self, op: Exchange) -> tuple[int, ...]:
+        step, form, free = op
+        ((at, value),) = step.terms
+        map_ = self.map(at, value)
+        assert isinstance(map_, RankGather)
+        known, state = self.known.get(step.out), self.states[value]
+        found = exchanged(map_, state, known, form, self.absolute)
+        self.states[step.out] = unsized(found) if form.size is Sizing.LAST else found
+        return free
+
     def _join(self, op: Join) -> tuple[int, ...]:
         """The sum of several terms, or one more term of the sum over a value's users."""
         step, form, forms, free = op
@@ -300,6 +313,7 @@ HANDLERS: dict[type, Callable[[Executor, Any], tuple[int, ...]]] = {
     AddBits: Executor._add_bits,
     AddSlices: Executor._add_slices,
     Concat: Executor._concat,
+    Exchange: Executor._exchange,
     Join: Executor._join,
     Nested: Executor._nested,
     Sum: Executor._sum,

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradtrace.distributed import process_group
@@ -21,7 +22,7 @@ from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.errors import GradtraceError, caution, not_one_of
 from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.module_calls import listen
-from gradtrace.pytorch.wrapped_modules import unwrapped
+from gradtrace.pytorch.wrapped_modules import is_tensor_parallel, unwrapped
 from gradtrace.runs.history import History, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
@@ -81,8 +82,8 @@ class Monitor:
     is traced. Under ``torch.distributed`` each process traces its own part of the batch and sends
     the result to rank 0, which writes the sum: no process waits for another, and they may have
     different numbers of steps. Make a Monitor in every process, or pass ``distributed=False``. A
-    model sharded by ``fully_shard`` is traced together, at the same steps: there is no ``budget``
-    then, all elements are followed, and no view is stored.
+    model that is sharded (``fully_shard``, tensor parallel) is traced together, at the same steps:
+    there is no ``budget`` then, all elements are followed, and no view is stored.
 
     Training is not disturbed: weights are bitwise the same as without a Monitor, unless fused
     kernels have to be replaced by ``composed`` ones (on GPUs) or compiled modules run eagerly; both
@@ -122,8 +123,12 @@ class Monitor:
     ) -> None:
         counts = {} if sample == "auto" or sample is None else {"sample": sample}
         _check(model, budget, rule, every=every, accumulate=accumulate, **counts)
-        if ShardedModel.of(model) is not None:  # what ranks gather, they gather together
+        parallel = is_tensor_parallel(model)
+        if parallel or ShardedModel.of(model) is not None:  # ranks gather together
             sample, budget, view = None, None, False
+        if parallel:  # all have the same result
+            distributed = False
+            file, loggers = (None, ()) if dist.get_rank() else (file, loggers)
         self.model, self.every, self.accumulate = model, every, accumulate
         self._page, self._budget = report, Budget(budget, clock)
         name, sinks = type(unwrapped(model)).__name__, Loggers(loggers)

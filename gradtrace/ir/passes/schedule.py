@@ -29,6 +29,7 @@ from gradtrace.ir.plan import (
     Concat,
     Emit,
     Encoding,
+    Exchange,
     Form,
     Instruction,
     Join,
@@ -148,7 +149,7 @@ class Schedule:
             if value in leaves and (values is None or value in values):
                 found.append(_tuple(Emit, (value,)))
 
-    def _lowered(self, step: Step, opened: bool) -> Apply | Join | Concat:
+    def _lowered(self, step: Step, opened: bool) -> Apply | Exchange | Join | Concat:
         terms = step[1]
         if len(terms) == 1:
             value = terms[0][1]
@@ -156,6 +157,8 @@ class Schedule:
             form = self._form(step, terms[0], step[0] in self.tails)
             if self.sized:
                 form = self._with_size(form, self._size(step))
+            if self.maps[terms[0][0]].across_ranks:
+                return Exchange(step, form, () if kept else (value,))
             return _tuple(Apply, (step, form, () if kept else (value,)))
         free = self._free(step)
         order = tiling(self.maps.of(step))
