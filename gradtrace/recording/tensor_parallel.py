@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.nodes import ACCUMULATE, Edges, Node, edges_of
+from gradtrace.autodiff.nodes import Edges, Node, edges_of, sequence_of
 from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import Unsupported
 from gradtrace.ir.program import Block
@@ -113,8 +113,8 @@ class TensorParallelRecorder(ProgramRecorder):
 
     def visit(self, node: Node, edges: Edges) -> None:
         """Record a node, and what follows it on the way to local parts or from them."""
-        distributed = node in self.distributed and node in self.adjoints
-        if distributed and type(node) is not ACCUMULATE and node._sequence_nr() < self.clear_since:
+        number = sequence_of(node) if node in self.distributed and node in self.adjoints else None
+        if number is not None and number < self.clear_since:
             raise Unsupported(
                 f"{self.name_table.describe(node)} works on DTensors, and hooks may have been "
                 "registered on it; run the forward pass inside gradtrace.watch(model), and "
@@ -197,7 +197,7 @@ def _side(name: str, node: Node) -> tuple[Any, Any, Shape]:
     if name == TO_LOCAL:
         spec, placements = node.dtensor_spec, node.grad_placements
         return spec.mesh, placements or spec.placements, tuple(spec.shape)
-    shape = tuple(node._input_metadata[0].shape)
+    shape = nodes.shapes_of(node)[0]
     if hasattr(node, "forward_input_placements"):
         return node.forward_input_device_mesh, node.forward_input_placements, shape
     return node.previous_device_mesh, node.previous_placement, shape  # before torch 2.9
