@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from gradtrace.training.sampled_watch import SampledWatch
 from gradtrace.training.schedule import Schedule
 from gradtrace.training.step_tracer import Scaler, StepTracer
 from gradtrace.types import RULES
+
+File: TypeAlias = "str | os.PathLike[str] | None"
 
 
 class Cost(NamedTuple):
@@ -111,7 +113,7 @@ class Monitor:
         rule: str = "greedy",
         seed: int = 0,
         accumulate: int = 1,
-        file: str | os.PathLike[str] | None = None,
+        file: File = None,
         start: int | None = None,
         loggers: Iterable[Any] = (),
         budget: float | None = 0.03,
@@ -121,14 +123,11 @@ class Monitor:
         distributed: bool | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        counts = {} if sample == "auto" or sample is None else {"sample": sample}
-        _check(model, budget, rule, every=every, accumulate=accumulate, **counts)
-        parallel = is_tensor_parallel(model)
-        if parallel or ShardedModel.of(model) is not None:  # ranks gather together
+        _check(model, budget, rule, every=every, accumulate=accumulate, sample=sample)
+        if together := ranks_trace_together(model):
             sample, budget, view = None, None, False
-        if parallel:  # all have the same result
-            distributed = False
-            file, loggers = (None, ()) if dist.get_rank() else (file, loggers)
+        if together == "each loss":  # the same result on all ranks: the first writes it
+            distributed, file, loggers = False, *_of_first_rank(file, loggers)
         self.model, self.every, self.accumulate = model, every, accumulate
         self._page, self._budget = report, Budget(budget, clock)
         name, sinks = type(unwrapped(model)).__name__, Loggers(loggers)
@@ -144,10 +143,8 @@ class Monitor:
         self._sampled = SampledWatch(model, composed, clock)
         self._unlisten = weakref.finalize(self, listen(self._sampled, [model]))
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
-        self._times: list[float | None] = []  # of steps from this one on, not in the file yet
-        self._times_from = 0
-        self._process = os.getpid()
-        self._open = True
+        self._times, self._times_from = list[float | None](), 0  # of steps not in the file yet
+        self._process, self._open = os.getpid(), True
         self._decide_next()
         _OPEN.add(self)
 
@@ -384,7 +381,20 @@ def _opened(
     return found
 
 
-def _check(model: nn.Module, budget: float | None, rule: str, **counts: int) -> None:
+def ranks_trace_together(model: nn.Module) -> str:
+    """What the ranks of a sharded model trace together, as they gather weights together: "a step"
+    (``fully_shard``: each its own loss) or "each loss" (tensor parallel); else an empty string.
+    """
+    if is_tensor_parallel(model):
+        return "each loss"
+    return "" if ShardedModel.of(model) is None else "a step"
+
+
+def _of_first_rank(file: File, loggers: Iterable[Any]) -> tuple[File, Iterable[Any]]:
+    return (None, ()) if dist.get_rank() else (file, loggers)
+
+
+def _check(model: nn.Module, budget: float | None, rule: str, **counts: object) -> None:
     """Check the arguments of a Monitor."""
     if not isinstance(model, nn.Module):
         raise GradtraceError(f"Monitor takes a torch.nn.Module, got {type(model).__name__}")
@@ -396,5 +406,7 @@ def _check(model: nn.Module, budget: float | None, rule: str, **counts: int) -> 
     if rule not in RULES:
         raise GradtraceError(not_one_of("rule", rule, RULES))
     for name, number in counts.items():
+        if name == "sample" and number in ("auto", None):
+            continue
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise GradtraceError(f"{name} is a whole number from 1 on, not {number!r}")
