@@ -64,22 +64,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("thorough")]
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left)
-    names = {
-        id(item): {item.path.stem, *(folder.name for folder in item.path.parents)} for item in items
-    }
-    order = {name: n for n, name in enumerate(SLOW)}
-    rank = {
-        key: min((order[n] for n in found & order.keys()), default=len(SLOW))
-        for key, found in names.items()
-    }
-    items.sort(key=lambda item: rank[id(item)])
+    rank = {path: _rank(path) for path in {item.path for item in items}}
+    items.sort(key=lambda item: rank[item.path])
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for n, item in enumerate(items):
         place = item.path.name
         if not _shares(item):
-            place += f" {n if rank[id(item)] < len(SLOW) else n // CHUNK}"
+            place += f" {n if rank[item.path] < len(SLOW) else n // CHUNK}"
         item.add_marker(pytest.mark.xdist_group(place))
+
+
+def _rank(path: Path) -> int:
+    """The place of a file or of its folder among the slow ones; the others come after them."""
+    found = {path.stem, *(folder.name for folder in path.parents)}
+    return min((n for n, name in enumerate(SLOW) if name in found), default=len(SLOW))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -23,7 +23,9 @@ def entries(device: torch.device = CPU) -> list[Any]:
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_utils
         from torch.testing._internal.common_methods_invocations import op_db
-    common_utils.extract_test_fn = lambda: None  # it looks for a unittest in every frame's source
+        from torch.testing._internal.opinfo import core
+    for module in (common_utils, core):  # it looks for a unittest in every frame's source
+        module.extract_test_fn = lambda: None
     return [
         op
         for op in op_db
