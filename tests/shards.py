@@ -170,6 +170,7 @@ def fsdp(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:
     whole = sharded("mlp", mesh, reshard_after_forward=False)
     yield "kept", traced(whole, given("mlp", rank)).influence().to_dict()
     yield "gradients", gradients(net, given("transformer", rank))
+    yield "hooked", hooked(net, given("transformer", rank))
     yield "most gathered", most_gathered(net, given("transformer", rank))
     yield from refused(net, rank)
     yield from monitored(mesh, rank)
@@ -186,6 +187,15 @@ def training(net: nn.Module, x: Tensor) -> list[float]:
 
 def whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
+
+
+def hooked(net: nn.Module, x: Tensor) -> Any:
+    """A hook of the user's, so that every operator is asked for hooks, also for those of FSDP."""
+    with gt.watch(net) as watch:
+        out = net(x)
+        out.register_hook(lambda grad: 2 * grad)
+        loss = out.square().sum()
+    return watch.trace(loss).influence().to_dict()
 
 
 def gradients(net: nn.Module, x: Tensor) -> dict[str, float]:

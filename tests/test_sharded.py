@@ -92,6 +92,11 @@ def test_gradients_are_those_of_the_whole_model(two: Ended) -> None:
         assert found == pytest.approx(want)
 
 
+def test_hooks_of_users_run_and_those_of_units_do_not(two: Ended) -> None:
+    for rank, found in enumerate(two.each("fsdp", "hooked")):
+        assert found == as_json(shards.hooked(model("transformer"), given("transformer", rank)))
+
+
 def test_never_are_all_units_in_memory(two: Ended) -> None:
     for forward, trace, after in two.each("fsdp", "most gathered"):
         assert trace <= forward == 2  # of three: the root and one block
