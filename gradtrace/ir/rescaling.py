@@ -163,8 +163,9 @@ class DeferredRescaling(Rescaling):
         least = torch.stack(own).amin()
         powers = (*long[:same], self._number(1 / least))
         return [
-            each._replace(value=(each.value[0] * (least / inverse),), powers=powers)
+            each._replace(value=(x * nearby(least / inverse, x.device),), powers=powers)
             for each, inverse in zip(held, own)
+            for x in each.value
         ]
 
     def _lowered(self, held: ScaledValue, powers: tuple[int, ...]) -> ScaledValue:
@@ -180,7 +181,8 @@ class DeferredRescaling(Rescaling):
         found = self._inverses.get(numbers)
         if found is None:
             if numbers:
-                found = self._inverse(numbers[:-1]) / self._powers[numbers[-1]]
+                before = self._inverse(numbers[:-1])
+                found = before / nearby(self._powers[numbers[-1]], before.device)
             else:
                 found = self._powers[0].new_ones((), dtype=torch.float64)
             self._inverses[numbers] = found
@@ -188,6 +190,8 @@ class DeferredRescaling(Rescaling):
 
     def total(self, held: ScaledValue) -> Scalar:
         """``⊕`` over all elements, later, together with those of others."""
+        if not held.value[0].numel():
+            return super().total(held)
         found = Scalar(None, held.exponent, held.powers)
         self._summed.append(found, held.value[0])
         return found

@@ -22,6 +22,7 @@ from gradtrace.ir.interpreter import is_move, value_of
 from gradtrace.ir.passes.residuals import residual_branches
 from gradtrace.ir.program import HOOKS, Leaf, Program, Step
 from gradtrace.ir.rescaling import Rescaling, Scalar, ScaledValue, rescaled
+from gradtrace.kernels import fetch_scalars
 from gradtrace.linops import column_sums, transposed
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
@@ -121,7 +122,7 @@ def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spe
     grading = Grading.of(traced.program, kind, leaves)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         given = {leaf.value: leaf.compute() for leaf in leaves}
-        square = sum(_inner(g, g) for g in given.values())
+        square = sum(fetch_scalars([_inner(g, g) for g in given.values()]))
         masses, inner, parts = finitely(
             traced.program,
             lambda some: _measured(replace(grading, program=some), semiring, given, of),
@@ -149,7 +150,7 @@ def _measured(
     else:
         (leaf,) = grading.leaves
         parts = _parts(grading, leaf)
-        inner = {n: _inner(part, given[leaf.value]) for n, part in parts.items()}
+        inner = _fetched({n: [_inner(x, given[leaf.value])] for n, x in parts.items()})
     return masses, inner, parts
 
 
@@ -161,8 +162,14 @@ def _checked(by: str) -> By:
     raise UnknownName(f"a spectrum is by 'length' or 'branches', not {by!r}")
 
 
-def _inner(a: Tensor, b: Tensor) -> float:
-    return float((a.double() * b.double()).sum())
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a.double() * b.double()).sum()
+
+
+def _fetched(found: Mapping[int, list[Tensor]]) -> dict[int, float]:
+    """The sum of the scalars of each grade, with one synchronisation."""
+    numbers = iter(fetch_scalars([each for some in found.values() for each in some]))
+    return {grade: sum(next(numbers) for _ in some) for grade, some in found.items()}
 
 
 @dataclass
@@ -290,7 +297,7 @@ def _products(grading: Grading, given: Mapping[int, Tensor]) -> dict[int, float]
     """
     program = grading.program
     tails = {v: leaf for v, leaf in leaf_tails(program, _raised(grading)).items() if v == leaf}
-    found: dict[int, float] = {}
+    found: dict[int, list[Tensor]] = {}
 
     def at_tail(step: Step, values: Values) -> None:
         for at, value in step.terms:
@@ -298,12 +305,12 @@ def _products(grading: Grading, given: Mapping[int, Tensor]) -> dict[int, float]
                 continue
             pulled = transposed(program.maps[at]).apply(given[step.out].reshape(step.shape))
             for grade, held in values[value].items():
-                found[grade] = found.get(grade, 0.0) + _inner(held.value[0], pulled)
+                found.setdefault(grade, []).append(_inner(held.value[0], pulled))
 
     for leaf, graded in grading.run(Rescaling(SUM), tails, at_tail).items():
         for grade, held in graded.items():
-            found[grade] = found.get(grade, 0.0) + _inner(held.value[0], given[leaf])
-    return found
+            found.setdefault(grade, []).append(_inner(held.value[0], given[leaf]))
+    return _fetched(found)
 
 
 def _parts(grading: Grading, leaf: Leaf) -> dict[int, Tensor]:
