@@ -172,7 +172,8 @@ def slice_or_select(node: Node, grad: Tensor, edges: Edges, product: Product) ->
     selects = hasattr(node, "_saved_index")
     if not out.is_complex() and (selects or node._saved_step == 1):
         dim = _signed(node._saved_dim) % out.dim()
-        size, first = out.shape[dim], _signed(node._saved_index if selects else node._saved_start)
+        place = node._saved_index if selects else node._saved_start or 0  # None: from the first on
+        size, first = out.shape[dim], _signed(place)
         start = min(max(first + size if first < 0 else first, 0), size)
         shape = grad.shape
         cut = (*shape[:dim], 1, *shape[dim:]) if selects else tuple(shape)
