@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from gradtrace.errors import Unsupported
@@ -62,7 +63,6 @@ class RankGather(Map):
 
 def own_part(layout: Layout) -> Index:
     """From a whole tensor to the part that this rank holds."""
-    import torch
-
-    shape = tuple(layout.part(torch.empty(layout.shape, dtype=torch.uint8)).shape)
+    there = torch.empty(layout.shape, dtype=torch.uint8, device=layout.mesh.device_type)
+    shape = tuple(layout.part(there).shape)
     return Index(layout.part, layout.shape, shape, injective=True)
