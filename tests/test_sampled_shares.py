@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import isnan, sqrt
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from test_influence import Skip
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.benchmarks.cases import gpt2
 from gradtrace.errors import GradtraceError
 from gradtrace.io.schemas import INFLUENCE
 from gradtrace.runs import history
@@ -28,6 +30,8 @@ from gradtrace.tracing.sampling import Drawn, drawn_variances, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
 from gradtrace.training import tuning
 from gradtrace.training.step_tracer import StepTracer
+from tests.backends import imitate_gpu
+from tests.waits import Waits
 
 
 class TwoCells(nn.Module):
@@ -299,3 +303,46 @@ def test_a_monitor_samples_large_models(
     with gt.Monitor(model, budget=None) as monitor:
         monitor.step(model(x).square().sum())
     assert not monitor.history.influences[-1].sampled
+
+
+# As on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
+@pytest.mark.parametrize("name", ["skip", "two cells", "GPT-2", "dying"])
+def test_nothing_changes_on_a_gpu(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There nothing is read before paths have reached the loss, but how they divide at forks."""
+    makes = {"skip": skip, "two cells": cells, "dying": dying}
+    trace = makes[name]() if name in makes else architecture("gpt2")
+    tables, paths = [], []
+    for _ in range(2):
+        trace = replace(trace, rule=rule)
+        tables.append(trace.influence(sample=200, seed=1))
+        paths.append(list(trace.paths(sample=60, seed=2)))
+        imitate_gpu(monkeypatch)
+    assert tables[0].rows == tables[1].rows and tables[0].measured == tables[1].measured
+    assert paths[0] == paths[1]
+
+
+def dying() -> Trace:
+    """A network in which many elements have no path."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(2, 6)
+    return traced(model, lambda: model(x).relu().square().sum())
+
+
+def test_waits_for_a_gpu_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    imitate_gpu(monkeypatch)
+    counts = []
+    for layers in (2, 4):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 30, "n_embd": 12, "n_head": 2, "n_positions": 8}
+        problem = gpt2(8, n_layer=layers, **sizes)
+        trace = traced(problem.model, problem.loss)
+        with Waits() as waits:
+            trace.influence(sample=500)
+        host = ("_split", "sampled", "located")  # of tensors that are on the CPU
+        counts.append([at for at in waits.places if at.split()[-1] not in host])
+    assert len(counts[1]) - len(counts[0]) <= 2 * 24, counts[1]

@@ -31,7 +31,10 @@ def follow_elements(
     traced: TracedProgram, drawn: Mapping[int, Tensor], pair: int
 ) -> FollowedElements:
     """Follow the paths of elements, given by value, to one of the losses."""
-    starts = {value: elements.to(traced.device) for value, elements in drawn.items()}
+    whole = torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *drawn.values()]).to(
+        traced.device
+    )
+    starts = dict(zip(drawn, torch.split(whole, [len(some) for some in drawn.values()])))
     forest = traced.builder(pair).follower.follow(starts, traced.rule, gradients=False)
     return FollowedElements(pair, drawn, forest)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace.kernels import backend_of
 from gradtrace.types import Shape
 
 SORT_MIN_RATIO = 64
@@ -28,6 +29,8 @@ class ElementEdges(NamedTuple):
 
     ``element``: the targets' element numbers. ``weight``: None if all are 1. ``mine``: the sources'
     positions in the stage (None: all of it). ``distinct``: whether all targets are distinct.
+    ``ended``: which sources have no target (None: all have one); the element is then any, and its
+    node is one that no path leads to. So nothing has to be read from a GPU.
     """
 
     value: int
@@ -35,6 +38,7 @@ class ElementEdges(NamedTuple):
     weight: Tensor | None
     mine: Tensor | None
     distinct: bool
+    ended: Tensor | None = None
 
 
 class PathPoint(NamedTuple):
@@ -185,7 +189,9 @@ class ForestBuilder:
             distinct = groups[0][1].distinct or element.numel() == 1
         else:
             element, distinct = torch.cat([edges.element for _, edges in groups]), False
-        number = None if distinct else self._numbered(element, size)
+        # without waiting for a GPU: an element may have several nodes until the next join
+        alone = len(groups) == 1 and backend_of(element).synchronises
+        number = None if distinct or alone else self._numbered(element, size)
         if number is None:
             last = self.nodes + element.numel()
             heads = self.here = torch.arange(self.nodes, last, device=element.device)
@@ -200,6 +206,7 @@ class ForestBuilder:
             if tails is None:
                 self.start_nodes[value] = mine
             else:
+                mine = mine if edges.ended is None else torch.where(edges.ended, -1, mine)
                 self.links.append((tails, mine, edges.weight))
         self.values.append(value)
         self.firsts.append(self.nodes)
@@ -220,9 +227,10 @@ class ForestBuilder:
         self.slots[element] = number
         same = self.slots[element]  # the position of one equal element
         is_first = same == number
-        if bool(is_first.all()):
+        firsts = is_first.nonzero().reshape(-1)
+        if len(firsts) == len(element):
             return None
-        return element[is_first], (is_first.cumsum(0) - 1)[same]
+        return element[firsts], (is_first.cumsum(0) - 1)[same]
 
     def gradient(self, gradient: Tensor) -> None:
         """Set the gradient of the elements of the last stage."""

@@ -26,8 +26,9 @@ from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.ir.recompute import RecomputedValues, Values
 from gradtrace.ir.rescaling import Rescaling, ScaledValue
 from gradtrace.kernels import backend_of
-from gradtrace.linops import Identity, Index, Map, Scale
+from gradtrace.linops import Contract, Identity, Index, Map, Normaliser, Reduce, Scale
 from gradtrace.linops.base import Best
+from gradtrace.linops.gather import Gather
 from gradtrace.linops.indexing import nearby, picked
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
@@ -228,6 +229,9 @@ class PathFollower:
             source = term.map.rows(at).source[:, 0]
         else:
             source = term.map.best(self._value(term.value, held), at).source
+        if _unread(term.map, source):
+            yield _ended_edges(term, at, source, None)
+            return
         if not source.numel() or int(source.min()) >= 0:
             yield _edges(term, at, source, None)
             return
@@ -388,6 +392,14 @@ def _makers(program: Program) -> dict[int, tuple[BoundTerm, ...]]:
 def _chosen(terms: tuple[BoundTerm, ...], at: Tensor, offers: list[Best]) -> Iterator[ElementEdges]:
     """The edges of the largest of several offers to each of the elements ``at``."""
     which = torch.stack([offer.value for offer in offers]).max(0).indices
+    if all(_unread(term.map, at) for term in terms):
+        order = which.argsort(stable=True)
+        numbers = torch.arange(len(terms), device=at.device).unsqueeze(1)
+        counts = (which == numbers).sum(1).tolist()  # one wait for all terms
+        for term, offer, mine in zip(terms, offers, torch.split(order, counts)):
+            if len(mine):
+                yield _ended_edges(term, at[mine], offer.source[mine], mine)
+        return
     for k, (term, offer) in enumerate(zip(terms, offers)):
         mine = ((which == k) & (offer.source >= 0)).nonzero().reshape(-1)
         if mine.numel():
@@ -407,6 +419,20 @@ def _edges(term: BoundTerm, at: Tensor, source: Tensor, mine: Tensor | None) -> 
     """The edges of one term, from some (None: all) of the elements of a stage."""
     weight = None if term.map.is_gather else term.map.entry(at, source)
     return ElementEdges(term.value, source, weight, mine, _injective(term.map))
+
+
+def _unread(map_: Map, source: Tensor) -> bool:
+    """Whether sources stay on the GPU that holds them, though some elements may have none: reading
+    how many would wait for it. Other maps cannot tell the weight of a pair that is no entry.
+    """
+    kinds = (Contract, Gather, Normaliser, Reduce, Scale)
+    return backend_of(source).synchronises and isinstance(map_, kinds) and map_.inputs > 0
+
+
+def _ended_edges(term: BoundTerm, at: Tensor, source: Tensor, mine: Tensor | None) -> ElementEdges:
+    """``_edges`` to sources that may be -1, for none."""
+    edges = _edges(term, at, source.clamp(min=0), mine)
+    return edges._replace(distinct=False, ended=source < 0)
 
 
 def _injective(map_: Map) -> bool:
