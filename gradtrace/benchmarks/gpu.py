@@ -175,7 +175,6 @@ def _ways(problem: Problem) -> dict[str, Way]:
         VITERBI: watched(
             problem, lambda watch, loss: watch.trace(loss, rule="viterbi").influence()
         ),
-        **samples(problem, SAMPLED_ELEMENTS),
     }
 
 
@@ -240,7 +239,7 @@ def _compared(
         ],
     )
     problem = made_on(setting, device, make)
-    ways = _ways(problem)
+    ways = _ways(problem) | samples(problem, SAMPLED_ELEMENTS)
     taken: dict[str, Peak | None] = {}
     with without_tf32():
         for name, way in list(ways.items()):  # and all is warm then
