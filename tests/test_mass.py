@@ -251,6 +251,45 @@ def test_branches_that_exhaust_the_paths_add_up_to_one() -> None:
     assert "no path of a leaf outside it can pass through stem" in str(both)
 
 
+class Nested(nn.Module):
+    """A residual block on a leaf, and a cell that paths come back to, with ways around both."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.randn(2, 2))
+        self.block, self.cell = self.Block(), nn.Linear(2, 2)
+
+    def forward(self) -> Tensor:
+        h = self.block(self.x)
+        for _ in range(2):
+            h = h.sin() + self.cell(h).exp()
+        return self.x.cos() * h  # in backward order: the block's users of x are added up first
+
+
+@pytest.mark.parametrize("p", POWERS)
+def test_components_together_are_those_of_each_alone(p: float) -> None:
+    """The entries of one are values that another need not keep."""
+    torch.manual_seed(0)
+    model = Nested().double()
+    with gt.watch(model) as watch:
+        loss = model().sum()
+    trace, names = watch.trace(loss), ["block", "cell", "block.inner"]
+    table = trace.mass(names, p=p)
+    check_listed(trace, table, {name: {name} for name in names}, True)
+    for name in names:
+        alone = trace.mass([name], p=p)[name]
+        assert table[name].mass == pytest.approx(alone.mass, rel=1e-12)
+        assert table[name].eligible == pytest.approx(alone.eligible, rel=1e-12)
+
+
 def test_labels() -> None:
     """Slices, of which some have no name and two have one; the name is in two tensors."""
     torch.manual_seed(1)

@@ -276,7 +276,7 @@ class BackwardMass:
     def _add_to_leaf(self, step: Step) -> None:
         """Add what comes to a tail to the mass of its leaf, by column sums."""
         leaf = self.tails[step.out]
-        channels = bits_of(self.entries.needed.get(leaf, 0))
+        channels = list(bits_of(self.entries.needed.get(leaf, 0)))
         for term in step.terms:
             if term.value in self.tails:
                 continue
