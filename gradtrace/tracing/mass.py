@@ -41,6 +41,7 @@ from gradtrace.tracing.path_mass import (
 )
 from gradtrace.tracing.traced_program import TracedProgram
 
+NO_REST = "as much as the gradient: nothing cancels"
 WHAT = "measuring the mass of paths"
 REMEDY = "trace fewer samples at a time, or measure fewer components"
 
@@ -199,9 +200,8 @@ class Mass(Tabular):
     def _words(self) -> tuple[str, ...]:
         words = []
         if not isnan(self.cancellation):
-            words.append(
-                f"all paths carry {self.cancellation:.3g} times the gradient: the rest cancels"
-            )
+            much = f"{self.cancellation:.3g} times the gradient: the rest cancels"
+            words.append(f"all paths carry {much if self.cancellation > 1.0005 else NO_REST}")
         elif self.source is not None and isnan(self.gradient):
             words.append(
                 "how many times the gradient all paths carry is not known, as the trace is gone or "
