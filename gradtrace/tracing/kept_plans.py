@@ -24,6 +24,7 @@ from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.plan import Plan, Storage
 from gradtrace.ir.program import Program
 from gradtrace.ir.structure import Structure, difference, structure_of
+from gradtrace.kernels import tuning
 from gradtrace.tracing.aggregate import Reach
 from gradtrace.tracing.components import Component, ComponentFinder, Components, ComponentSelection
 from gradtrace.tracing.provenance import words_of
@@ -56,14 +57,14 @@ class ComponentFacts:
     def __init__(self, chosen: ComponentSelection, names: Mapping[int, str]) -> None:
         self.chosen = chosen
         self.names = names  # of leaves, by value
-        self.plans: dict[tuple[str, Storage], Plan] = {}
+        self.plans: dict[tuple[str, Storage, int], Plan] = {}
         self._bounds: ProvenanceBounds | None = None
         self._reachable: ReachableComponents | None = None
         self._alternatives: list[bool | None] | None = None
 
     def plan(self, program: Program, rule: str, storage: Storage) -> Plan:
         """The plan of an influence pass."""
-        key = (rule, storage)
+        key = (rule, storage, tuning.PIECE_ELEMENTS)  # leaves above it are counted in pieces
         found = self.plans.get(key)
         if found is None:
             bits, bounds = self.chosen.component_bits, self.bounds(program)
