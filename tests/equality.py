@@ -113,7 +113,10 @@ SAME = {
 }
 """What a backend tells, and does in plain torch or otherwise than by choosing: as on the device."""
 
-NONE = {"fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"}
+NONE = {
+    *("fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"),
+    *("sums_lines", "normalised_sums"),
+}
 """What only a GPU has, as leaves counted in one launch: ``Reference`` does without."""
 
 

@@ -15,6 +15,7 @@ from torch.autograd.functional import jacobian
 from gradtrace.linops import (
     Contract,
     Convolve,
+    Cut,
     Dense,
     Distances,
     Identity,
@@ -170,6 +171,13 @@ def of_reduce(m: Reduce) -> Tensor:
     return by_columns(lambda x: x.sum(m.dims) if m.dims else x, m)
 
 
+def of_cut(m: Cut) -> Tensor:
+    """One at each of the elements from ``start`` on, as many as the output has."""
+    numbers = torch.arange(m.inputs).reshape(m.in_shape)
+    along = torch.arange(m.start, m.start + m.out_shape[m.dim])
+    return torch.eye(m.inputs, dtype=torch.float64)[numbers.index_select(m.dim, along).reshape(-1)]
+
+
 def of_slot(m: Slot) -> Tensor:
     """By concatenation with zeros."""
 
@@ -186,6 +194,7 @@ MATRICES: dict[type[Map], Callable[[Any], Tensor]] = {
     Identity: lambda m: by_columns(lambda x: x, m),
     Scale: of_scale,
     Index: lambda m: by_columns(m.move, m),
+    Cut: of_cut,
     Slot: of_slot,
     Reduce: of_reduce,
     Scatter: of_scatter,

@@ -283,7 +283,7 @@ def test_components_together_are_those_of_each_alone(p: float) -> None:
         loss = model().sum()
     trace, names = watch.trace(loss), ["block", "cell", "block.inner"]
     table = trace.mass(names, p=p)
-    check_listed(trace, table, {name: {name} for name in names}, True)
+    check_listed(trace, {name: {name} for name in names}, table)
     for name in names:
         alone = trace.mass([name], p=p)[name]
         assert table[name].mass == pytest.approx(alone.mass, rel=1e-12)
