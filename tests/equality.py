@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from leaves import traced_leaves
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -48,7 +49,6 @@ from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops import Normaliser
 from gradtrace.semirings import MAX
 from gradtrace.trace import Trace
-from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.traced_value import materialise
 
 DEVICE = torch.device(os.environ.get("GRADTRACE_DEVICE", "cpu"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from agreement import assert_agree
 from architectures import ARCHITECTURES
+from leaves import traced_leaves
 from thorough import few, some
 
 import gradtrace
@@ -16,7 +17,6 @@ from gradtrace.ir import interpreter
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS
 from gradtrace.trace import Trace
-from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.paths import Paths
 
 

@@ -12,6 +12,7 @@ import pytest
 import results
 import torch
 from bruteforce import ScalarGraph
+from leaves import traced_leaves
 from randomgraphs import build
 from thorough import THOROUGH, few
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from gradtrace.ir.plan import Storage
 from gradtrace.recording import record
 from gradtrace.trace import Trace
 from gradtrace.tracing.agreement import PATH_RULES
-from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.paths import path_provenance
 from gradtrace.tracing.traced_value import materialise
 

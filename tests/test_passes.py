@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from leaves import traced_leaves
 from randomgraphs import build
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from gradtrace.kernels import tuning
 from gradtrace.linops import Map
 from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import COUNT, MAX, SUM
-from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.traced_value import materialise
 
 SEEDS = range(12)

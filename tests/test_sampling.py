@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import CPU, ops, use
+from leaves import traced_leaves
 from oracle import matrix_of
 from test_maps import TABLE, Make, maker, whole
 from test_paths import MODELS, RULES, Made
@@ -21,7 +22,6 @@ from gradtrace.linops.indexing import located, picked
 from gradtrace.trace import Trace
 from gradtrace.tracing import paths as paths_module
 from gradtrace.tracing.components import ComponentFinder
-from gradtrace.tracing.executor import traced_leaves
 from gradtrace.tracing.path_forest import PathForest
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.traced_value import materialise

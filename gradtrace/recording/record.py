@@ -68,6 +68,7 @@ class GradientProducts:
         self.clear_since = clear_since
         self.cache = cache
         self.bare = bare
+        self.defers = not bare  # whether gradients of large leaves may be computed later
         self.deferred_outputs: dict[int, Tensor] = {}  # placeholders of deferred results, by id
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
         self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -95,7 +96,7 @@ class GradientProducts:
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
         """A placeholder for the gradient of a leaf if that is deferred, else None."""
         size = prod(shape)
-        if self.bare or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
+        if not self.defers or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
             return None
         if backend_of(grad).synchronises and self.cache.spend(size * grad.itemsize):
             return None

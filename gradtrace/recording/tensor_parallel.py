@@ -79,7 +79,7 @@ class TensorParallelRecorder(ProgramRecorder):
         self.whole_tensors = WholeTensors()
         self.on_parts: set[int] = set()  # values of which this rank has its own part
         self.following: list[Block] = []  # after the block of the node that is visited
-        self.products.defer = lambda *_: None  # type: ignore[method-assign]  # would hold whole operands
+        self.products.defers = False  # it would hold whole operands
 
     def _record_by_rule(
         self,

@@ -28,11 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.ir.optimise import optimise
-from gradtrace.ir.passes.provenance import NO_COMPONENTS, ComponentBits, ProvenanceBounds
-from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.plan import (
-    NO_LIMIT,
     AddBits,
     AddSlices,
     Apply,
@@ -45,11 +41,10 @@ from gradtrace.ir.plan import (
     Nested,
     Plan,
     Sizing,
-    Storage,
     Sum,
     TakeProvenance,
 )
-from gradtrace.ir.program import Constants, Leaf, Program, Step
+from gradtrace.ir.program import Constants, Leaf, Step
 from gradtrace.linops import Map, tiled
 from gradtrace.linops.across_ranks import RankGather
 from gradtrace.linops.indexing import nearby
@@ -88,18 +83,6 @@ class TracedLeaf(NamedTuple):
     def gradient(self) -> Tensor:
         """The leaf's gradient; only where values are gradients, so not for ``viterbi``."""
         return self.leaf.compute() if self.state.value is None else self.state.value
-
-
-def traced_leaves(
-    program: Program,
-    rule: str,
-    components: ComponentBits = NO_COMPONENTS,
-    storage: Storage = NO_LIMIT,
-    bounds: ProvenanceBounds | None = None,
-) -> Iterator[TracedLeaf]:
-    """The leaves of one loss with their provenance by a rule, in the order they are complete."""
-    request = Request(rule, components, gradients=rule != "viterbi", bounds=bounds)
-    return execute(optimise(program, request, storage), program.constants)
 
 
 def execute(plan: Plan, constants: Constants) -> Iterator[TracedLeaf]:

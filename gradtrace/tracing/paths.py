@@ -371,7 +371,7 @@ class Builder:
 
 
 def path_provenance(forest: PathForest, program: Program, bits_of: ComponentBits) -> PathProvenance:
-    """The provenance of followed paths; equal to that of ``traced_leaves`` at their starts."""
+    """The provenance of followed paths; that which ``executor.execute`` finds."""
     bits: dict[int, int] = {}
     slices: dict[int, SliceBits] = {}
     shapes = {step.out: step.shape for step in program.steps()}
