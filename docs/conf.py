@@ -17,7 +17,7 @@ author = "the authors of gradtrace"
 copyright = "the authors of gradtrace, Apache-2.0"
 version = release = gradtrace.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 nitpicky = False
@@ -26,6 +26,8 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
 autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]  # slow, and optional
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -91,17 +93,20 @@ def plain(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[st
             lines[n] = escaped(line)
 
 
+SOURCES = "\n\n---\n\nThe chapter, the slides, the lecture ...: [sources](../sources.md).\n"
 EXPERIMENTS = "\n\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
 
 
 def completed(app: Any, docname: str, source: list[str]) -> None:
-    """The command line's page says what ``--help`` says, at the time the site is built; the index
-    of experiments, which they write themselves, is followed by their pages.
+    """The command line's page says what ``--help`` says, at the time the site is built; pages
+    of experiments, which they write themselves, say where their sources are cited.
     """
     if docname == "commands":
         from commands import reference
 
         source[0] = source[0].replace("<!-- commands -->", reference())
+    if docname.startswith("experiments/"):
+        source[0] += SOURCES
     if docname == "experiments/index":
         source[0] += EXPERIMENTS
 

@@ -1,4 +1,4 @@
-"""See which way gradient flows through a PyTorch model.
+"""Shows which modules the gradient flows through in a PyTorch model.
 
 >>> import torch, gradtrace as gt
 >>> model = torch.nn.Linear(3, 1)
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gradtrace.tools.ablation import ablate
     from gradtrace.tools.gradcheck import check
     from gradtrace.tracing.kept_plans import plans
+    from gradtrace.training.incident import load_incident
     from gradtrace.training.monitor import Monitor
     from gradtrace.watch import watch
 
@@ -41,6 +42,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted
     "influence",
     "label",
     "load",
+    "load_incident",
     "plans",
     "program",
     "semirings",
@@ -63,6 +65,7 @@ _HOMES = {
     "influence": "distributed.dataset_influence",
     "label": "autodiff.labels",
     "load": "report.saving",
+    "load_incident": "training.incident",
     "plans": "tracing.kept_plans",
     "program": "api",
     "timing": "profiling.timing",

@@ -19,6 +19,14 @@ from gradtrace.tracing.paths import Paths
 def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:
     """The computation graph behind a loss: operators, edges, leaves, sizes.
 
+    Args:
+        loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+            ``retain_graph=True``.
+        names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
+
+    Returns:
+        The graph, with operators, edges and leaves; ``draw()`` makes a picture of it.
+
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> gradtrace.graph(x * x, names={"x": x})
@@ -43,13 +51,25 @@ def backward(
     default, that is the gradient as ``torch.autograd.grad`` gives it. Nothing is written on
     ``.grad`` and the graph can be used again.
 
-    ``names`` names leaves (others are leaf0, leaf1, ...), ``leaves`` restricts the result,
-    ``cotangent`` weights the elements of a loss that has several, ``schedule`` is kahn, creation or
-    recursive, and ``nonfinite="allow"`` continues where a gradient is NaN or infinite.
-
     In a semiring other than ``SUM``, an operator that connects two elements by several routes and
     is too large to merge them makes values inexact; then a warning is issued, and ``notes`` of the
     result say so.
+
+    Args:
+        loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+            ``retain_graph=True``.
+        semiring: Replaces (+, ×); see ``gradtrace.semirings``.
+        names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
+        leaves: Names of the leaves to return; all by default.
+        cotangent: Weights of the elements of a loss that has several, of its shape.
+        schedule: Order in which operators are visited: ``"kahn"``, ``"creation"`` or
+            ``"recursive"``.
+        nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite; ``"raise"``
+            does not.
+
+    Returns:
+        ``{name: value}``, a dictionary with ``notes`` on what is inexact. A value is a tensor, or a
+        tuple of them where the semiring's values have several parts.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
@@ -76,6 +96,19 @@ def program(
 ) -> Program:
     """The backward pass of a loss as data: steps of structured linear maps.
 
+    Args:
+        loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+            ``retain_graph=True``.
+        names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
+        cotangent: Weights of the elements of a loss that has several, of its shape.
+        schedule: Order in which operators are visited: ``"kahn"``, ``"creation"`` or
+            ``"recursive"``.
+        dense_limit: The most entries of a matrix that an operator without a rule may be written out
+            as.
+
+    Returns:
+        The recorded program: operators, each with its steps, and the leaves.
+
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> gradtrace.program(x.tanh())
@@ -99,7 +132,7 @@ def trace(
 
     Every element of a parameter gets one path to the loss, by a ``rule``:
 
-    - ``"greedy"`` (Algorithm 1 of the chapter): from a value to the operator that handed back the
+    - ``"greedy"`` (Algorithm 1 of DuSell): from a value to the operator that handed back the
       largest ``|Σ w·g|`` of all its users; inside it, to the element of the largest ``|w·g|``.
     - ``"edge"`` (Equation 1.7): to the element of the largest ``|w·g|`` of all users at once.
     - ``"viterbi"``: the path of the greatest ``|product|`` of all.
@@ -122,6 +155,20 @@ def trace(
     With ``granularity="operator"`` whole tensors are followed instead of their elements: from every
     tensor to the user that handed back the largest ``Σ |element|`` (``"edge"``: along one of its
     outputs). A vector of losses is traced as separate pairs of input and target, one for each loss.
+
+    Args:
+        loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+            ``retain_graph=True``.
+        rule: Which path an element gets, as above.
+        granularity: ``"scalar"`` follows elements, ``"operator"`` whole tensors.
+        names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
+        nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite; ``"raise"``
+            does not.
+        dense_limit: The most entries of a matrix that an operator without a rule may be written out
+            as.
+
+    Returns:
+        The trace, which answers ``path``, ``influence``, ``decompose``, ``choices`` and the rest.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
@@ -148,8 +195,17 @@ def enumerate_paths(
     """All paths of a small graph from every leaf element to the loss, with their weights.
 
     The sum of the weights of an element's paths is its gradient: back-propagation without dynamic
-    programming, for teaching and for checks. Paths of weight 0 are left out unless ``zeros``.
-    Raises if there are more than ``limit`` paths; their number grows exponentially.
+    programming, for teaching and for checks. Their number grows exponentially.
+
+    Args:
+        loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+            ``retain_graph=True``.
+        names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
+        limit: The most paths; more raise an error.
+        zeros: Whether paths of weight 0 are listed, too.
+
+    Returns:
+        All paths; ``total()`` adds their weights up.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)

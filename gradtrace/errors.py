@@ -109,9 +109,12 @@ class RankFailed(GradtraceError):
     """Another process of a ``torch.distributed`` group failed, ended, or never joined."""
 
 
-def caution(text: str, stacklevel: int = 2) -> None:
-    """Warn without interrupting a training run: if warnings are errors, print to stderr instead."""
-    text = printable(text)
+def caution(text: str, *more: str, stacklevel: int = 2) -> None:
+    """Warn without interrupting a training run: if warnings are errors, print to stderr instead.
+
+    ``more`` are further lines.
+    """
+    text = "\n".join(map(printable, (text, *more)))
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except Warning:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradtrace.attribution.attributing import checked, of_function, of_scalar
+from gradtrace.attribution.input_recorder import InputTracer
+from gradtrace.attribution.result import Attribution
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.backward import RECENT, gradient, seed_of
 from gradtrace.autodiff.loss_checks import admit, isolated
-from gradtrace.autodiff.names import Gradients, LazyGradients, NameTable
+from gradtrace.autodiff.names import Gradients, LazyGradients, NameTable, placing
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import (
     GradtraceError,
@@ -26,14 +29,15 @@ from gradtrace.errors import (
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.ir import interpreter, memory
 from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
-from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Program
 from gradtrace.kernels import backend_of
 from gradtrace.pytorch.fsdp import ShardedModel
-from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
+from gradtrace.recording.record import DENSE_MAX_ENTRIES
+from gradtrace.recording.replay import recorded
 from gradtrace.recording.sharded import recorder_of
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
+from gradtrace.tracing.conflicts import Conflicts, checked_terms, compared
 from gradtrace.types import RULES
 
 T = TypeVar("T")
@@ -49,6 +53,7 @@ class Session:
     sessions of one question.
     """
 
+    model: nn.Module | None = None
     _frames = 4  # from a warning to the user: this method, ``isolated``, the function, its caller
 
     def __init__(self, names: Mapping[str, Tensor] | None = None) -> None:
@@ -60,7 +65,15 @@ class Session:
         return {}
 
     def graph(self, loss: Tensor) -> Graph:
-        """The computation graph behind the loss, with the module of each operator."""
+        """The computation graph behind the loss, with the module of each operator.
+
+        Args:
+            loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+                ``retain_graph=True``.
+
+        Returns:
+            The graph, as ``gradtrace.graph`` returns it.
+        """
         return build(loss, self.name_table, self._hooks)
 
     @isolated()
@@ -74,7 +87,22 @@ class Session:
         schedule: str = "kahn",
         nonfinite: str = "raise",
     ) -> Gradients:
-        """``{name: value}`` for every leaf; see ``gradtrace.backward``."""
+        """``{name: value}`` for every leaf; see ``gradtrace.backward``.
+
+        Args:
+            loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+                ``retain_graph=True``.
+            semiring: Replaces (+, ×); see ``gradtrace.semirings``.
+            leaves: Names of the leaves to return; all by default.
+            cotangent: Weights of the elements of a loss that has several, of its shape.
+            schedule: Order in which operators are visited: ``"kahn"``, ``"creation"`` or
+                ``"recursive"``.
+            nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite;
+                ``"raise"`` does not.
+
+        Returns:
+            ``{name: value}``, with the names of the model's parameters.
+        """
         if not isinstance(semiring, Semiring):
             raise GradtraceError(
                 f"{semiring!r} is no semiring; pass one of gradtrace.semirings, such as "
@@ -92,9 +120,9 @@ class Session:
             RECENT.refresh()
         else:
             memory.see_recording(loss)
-            recorded = self._recorded(loss, seed, schedule, bare=True)
-            found = list(interpreter.run(recorded, semiring).items())
-            notes = tuple(dict.fromkeys(recorded.notes()))
+            program = self._recorded(loss, seed, schedule, bare=True)
+            found = list(interpreter.run(program, semiring).items())
+            notes = tuple(dict.fromkeys(program.notes()))
         named = Gradients(*_named(found, table, loss), notes)
         if leaves is not None:
             named = Gradients({name: named[name] for name in leaves}, notes=notes)
@@ -115,7 +143,20 @@ class Session:
         schedule: str = "kahn",
         dense_limit: int = DENSE_MAX_ENTRIES,
     ) -> Program:
-        """The backward program of the loss; see ``gradtrace.program``."""
+        """The backward program of the loss; see ``gradtrace.program``.
+
+        Args:
+            loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+                ``retain_graph=True``.
+            cotangent: Weights of the elements of a loss that has several, of its shape.
+            schedule: Order in which operators are visited: ``"kahn"``, ``"creation"`` or
+                ``"recursive"``.
+            dense_limit: The most entries of a matrix that an operator without a rule may be written
+                out as.
+
+        Returns:
+            The program.
+        """
         admit(loss, self.name_table)
         return self._recorded(loss, seed_of(loss, cotangent), schedule, dense_limit)
 
@@ -129,10 +170,40 @@ class Session:
         nonfinite: str = "raise",
         dense_limit: int = DENSE_MAX_ENTRIES,
     ) -> Trace:
-        """The paths of the loss's gradient; see ``gradtrace.trace``."""
+        """The paths of the loss's gradient; see ``gradtrace.trace``.
+
+        Args:
+            loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+                ``retain_graph=True``.
+            rule: ``"greedy"``, ``"edge"`` or ``"viterbi"``.
+            granularity: ``"scalar"`` follows elements, ``"operator"`` whole tensors.
+            nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite;
+                ``"raise"`` does not.
+            dense_limit: The most entries of a matrix that an operator without a rule may be written
+                out as.
+
+        Returns:
+            The trace.
+        """
         _one_of("nonfinite", nonfinite, "raise", "allow")
         _one_of("rule", rule, *RULES)
         _one_of("granularity", granularity, "scalar", "operator")
+        found = self._traced(loss, rule, granularity, nonfinite, dense_limit)
+        found._diagnosis = self._diagnosis_of(loss, found)
+        return found
+
+    def _diagnosis_of(self, loss: Tensor, trace: Trace) -> Mapping[str, Any] | None:
+        """The dict of a ``Diagnosis`` of the loss; a session without a forward record has none."""
+        return None
+
+    def _traced(
+        self,
+        loss: Tensor,
+        rule: str = "greedy",
+        granularity: str = "scalar",
+        nonfinite: str = "raise",
+        dense_limit: int = DENSE_MAX_ENTRIES,
+    ) -> Trace:
         table, hooks = self.name_table, self._hooks
         admit(loss, table)
         if loss.dim() > 1:
@@ -145,20 +216,155 @@ class Session:
         seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
         opaque, keep = granularity == "operator", kept_gradient_bytes(table, loss.device)
         memory.see_recording(loss, keep)
-        recorded = self._recorded(loss, seed, "kahn", dense_limit, opaque, keep)
-        named, aliases = _named([(leaf.tensor, leaf) for leaf in recorded.leaves], table, loss)
+        program = self._recorded(loss, seed, "kahn", dense_limit, opaque, keep)
+        named, aliases = _named([(leaf.tensor, leaf) for leaf in program.leaves], table, loss)
         gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, aliases)
         if nonfinite == "raise":
             doubtful = {name: gradients[name] for name in maybe_nonfinite(named)}
             with same_on_all_ranks(table.sharded):
-                refuse_nonfinite(doubtful, loss, seed, table, hooks)
+                refuse_nonfinite(doubtful, loss, seed, table, hooks, loss_too=True)
         names = {leaf.value: name for name, leaf in named.items()}
-        return Trace(recorded, gradients, rule, granularity, loss.numel(), self._classes(), names)
+        found = (program, gradients, rule, granularity, loss.numel(), self._classes(), names)
+        return Trace(*found, model=self.model)
+
+    @isolated()
+    def conflicts(
+        self, terms: Mapping[str, Tensor] | Tensor, *, nonfinite: str = "raise"
+    ) -> Conflicts:
+        """Compare the gradients of loss terms, tasks or samples: do they pull the same way?
+
+        For each
+        module and parameter the table has the norm of each term's gradient, the cosine of each
+        pair, and who wins: the term that gives the largest part of the sum. It costs a backward
+        pass for each term, whose gradients are held together; nothing is written on ``.grad``.
+
+        Args:
+            terms: Scalars by name, with their weights, ``{"ce": ce, "kl": 0.1 * kl}``; or a vector
+                with a loss for each sample, whose terms are called ``"0"``, ``"1"``, ...
+            nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite;
+                ``"raise"`` does not.
+
+        Returns:
+            The table, see ``Conflicts``.
+
+        >>> import torch, gradtrace as gt
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> with gt.watch(model) as watch:
+        ...     up, down = model(torch.tensor([3.0, 4.0])), model(torch.tensor([-1.0, 0.0]))
+        >>> table = watch.conflicts({"up": up, "down": down})
+        >>> table.norm("up"), table.cosine("up", "down", module="weight"), table.winner()
+        (5.0, -0.6, 'up')
+        """
+        _one_of("nonfinite", nonfinite, "raise", "allow")
+        table, known = self.name_table, checked_terms(terms)
+        device = next(iter(known.values()))[0].device
+        held = sum(x.numel() * x.itemsize for x, _ in table.leaves.values() if x.requires_grad)
+        what = f"to hold the gradients of {len(known):,} terms"
+        memory.see(held * len(known), device, what, "compare fewer at a time")
+        gradients = {name: self._term_gradient(name, *each) for name, each in known.items()}
+        RECENT.refresh()
+        leaves = {id(x): x for x, _ in table.leaves.values() if x.requires_grad}
+        leaves |= {id(leaf): leaf for found in gradients.values() for leaf, _ in found}
+        first = table.label(leaves.values())
+        names = {leaf: (name, *table.names_of(leaf)[1:]) for leaf, name in first.items()}
+        result = compared(gradients, names)
+        for name in result.not_finite() if nonfinite == "raise" else ():
+            term, cotangent = known[name]
+            mine = {first[leaf]: grad for leaf, grad in gradients[name]}
+            with placing(f"term {name!r}"):
+                refuse_nonfinite(mine, term, seed_of(term, cotangent), table, self._hooks)
+        return result
+
+    def _term_gradient(
+        self, name: str, term: Tensor, cotangent: Tensor | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The leaves of a term with their gradients; errors name the term."""
+        table = self.name_table
+        with placing(f"term {name!r}"):
+            admit(term, table)
+            found = gradient(term, seed_of(term, cotangent), table, self._hooks)
+        if table.leaves and not any(id(leaf) in table.leaves for leaf, _ in found):
+            raise GradtraceError(
+                f"term {name!r} reaches no parameter of the watched model; compute it from what "
+                "this model has returned inside gradtrace.watch, and leave out terms that have no "
+                "gradient here"
+            )
+        return found
+
+    def attribute(
+        self,
+        scalar: Tensor | Callable[..., Tensor],
+        inputs: Mapping[str, Tensor],
+        *,
+        rule: str = "gradient",
+        integrated: int | None = None,
+        baseline: Mapping[str, Tensor] | None = None,
+        tokens: Mapping[str, Sequence[str]] | None = None,
+    ) -> Attribution:
+        """Which parts of the inputs move a scalar: a logit, a difference of logits, a loss.
+
+        See ``Attribution``.
+
+        Args:
+            scalar: One number computed from the inputs; or a function of the inputs, in their
+                order, that returns it (needed for ``integrated``).
+            inputs: Tensors by name, leaves or not (the output of an embedding), from which the
+                scalar was computed.
+            rule: ``"gradient"``; ``"frozen"``, which takes attention patterns and denominators of
+                norms as constants; or ``"attnlrp"``, relevance by the rules of AttnLRP.
+            integrated: Number of points between baseline and inputs at which gradients are
+                averaged; None is the gradient at the inputs alone.
+            baseline: Where integration starts, by name; 0 by default.
+            tokens: Words for the positions of an input, by name.
+
+        Returns:
+            Scores of every input element, with tables by token, component and neuron.
+
+        >>> import torch, gradtrace as gt
+        >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[3.0, 4.0]])
+        >>> _ = model.weight.data.copy_(torch.tensor([[1.0, -2.0]]))
+        >>> found = gt.watch(model).attribute(lambda x: model(x).sum() ** 2, {"x": x}, integrated=4)
+        >>> found.scores["x"], found.defect  # they add up to 25
+        (tensor([[-15.,  40.]], dtype=torch.float64), 0.0)
+        """
+        function = not isinstance(scalar, Tensor) and callable(scalar)
+        checked(inputs, rule, integrated, function, tokens)
+        if not function:
+            assert isinstance(scalar, Tensor)
+            trace = self._input_tracer().trace(scalar, inputs, rule)
+            return of_scalar(scalar, inputs, trace, rule, tokens or {})
+        run = cast("Callable[..., Tensor]", scalar)
+        given = (run, inputs, self._trace_at(run, rule))
+        if integrated is not None:
+            return of_function(*given, rule, integrated, baseline, tokens or {})
+        trace, value = self._traced_at(run, inputs, rule)
+        return of_scalar(value, inputs, trace, rule, tokens or {})
+
+    def _again(self) -> AbstractContextManager[Session]:
+        """A session of the same names, for another forward pass."""
+        return nullcontext(Session())
+
+    def _input_tracer(self) -> InputTracer:
+        return InputTracer(self.name_table, self._hooks, self._classes(), self.model)
+
+    def _traced_at(
+        self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor], rule: str
+    ) -> tuple[Trace, Tensor]:
+        """The trace of a function at these inputs, and its value."""
+        at = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+        with torch.enable_grad(), self._again() as session:
+            value = function(*at.values())
+        return session._input_tracer().trace(value, at, rule), value
+
+    def _trace_at(
+        self, function: Callable[..., Tensor], rule: str
+    ) -> Callable[[Mapping[str, Tensor]], Trace]:
+        return lambda inputs: self._traced_at(function, inputs, rule)[0]
 
     def _recorded(self, loss: Tensor, seed: Tensor, *options: Any, **more: Any) -> Program:
         """The program of a loss; the options are those of ``record``."""
         more["make"] = recorder_of(loss, self.name_table)
-        found = simplified(record(loss, seed, self.name_table, self._hooks, *options, **more))
+        found = recorded(loss, seed, self.name_table, self._hooks, *options, **more)
         RECENT.refresh()
         return found
 

@@ -55,7 +55,13 @@ def check_semiring(
     """Raise ``LawBroken`` if a semiring breaks a law, with the simplest counterexample found.
 
     Values are sums of products of lifted derivatives, as in a backward pass: simple ones first,
-    then ``samples`` random ones per law, from ``seed``. Values are compared to ``rtol``.
+    then random ones.
+
+    Args:
+        semiring: Semiring to test.
+        samples: How many random values per law.
+        seed: Draws the same values for the same number.
+        rtol: Relative tolerance of comparisons.
 
     >>> from gradtrace.semirings import MAX
     >>> check_semiring(MAX)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -14,6 +14,7 @@ from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.errors import GradtraceError, TooLarge
 from gradtrace.flow import Flow, flow_of
 from gradtrace.ir import interpreter, memory
+from gradtrace.report import attribution as attributed
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
@@ -43,6 +44,7 @@ class Trace(Measures):
     changed in place, as an optimiser does.
     """
 
+    _diagnosis: Mapping[str, Any] | None = field(default=None, repr=False)  # leads the report
     # Results, which copies with another rule do not share:
     asked: dict[str, Influence] = field(default_factory=dict, init=False, repr=False)
     _views: dict[tuple[object, ...], reports.View] = field(
@@ -57,6 +59,14 @@ class Trace(Measures):
 
         Only ``rule="viterbi"`` finds the heaviest path. ``path.share`` is the part of the element's
         gradient that the path carries: ``path.weight / path.gradient``.
+
+        Args:
+            name: Name of the leaf.
+            index: Of the element; () if the leaf has no dimensions.
+            pair: Which loss of a vector.
+
+        Returns:
+            The path, step by step from the leaf to the loss.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -97,8 +107,17 @@ class Trace(Measures):
     ) -> Paths:
         """The ``k`` paths of greatest |weight| from one element, or from any element of a leaf.
 
-        With ``sample``: the paths, by the trace's rule, of that many random elements of one leaf or
-        of all leaves. Elements without a path are left out.
+        Args:
+            name: Name of a leaf; with ``sample``, None is all leaves.
+            index: Of one element; None is any of the leaf.
+            k: Number of heaviest paths.
+            sample: Instead of the ``k`` heaviest, the paths by the trace's rule of that many random
+                elements; those without a path are left out.
+            seed: Draws the same elements for the same number, on every device.
+            pair: Which loss of a vector.
+
+        Returns:
+            The paths, heaviest first, or the sampled ones.
         """
         builder = self.builder(pair)
         if self.granularity == "operator":
@@ -141,7 +160,15 @@ class Trace(Measures):
 
     @isolated()
     def enumerate(self, limit: int = 10_000, zeros: bool = False) -> Paths:
-        """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``."""
+        """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``.
+
+        Args:
+            limit: The most paths; more raise an error.
+            zeros: Whether paths of weight 0 are listed, too.
+
+        Returns:
+            All paths.
+        """
         builder = self.builder(0)
         too_many = TooLarge(
             f"there are more than {limit:,} paths; raise limit, or take a smaller graph. "
@@ -175,21 +202,27 @@ class Trace(Measures):
     ) -> Influence:
         """The share of parameter elements whose paths pass through each component, as a table.
 
-        ``components`` is None (every module, with its submodules), ``"classes"``, ``"operators"``,
-        ``"labels"`` (``gradtrace.label``), ``"arguments"`` (which argument of a sum or a
-        concatenation), a list of module names or patterns, or ``{group: names}``. A name is a
-        module's, or begins with ``class:``, ``operator:``, ``label:`` or ``argument:``.
+        Args:
+            components: None (every module, with its submodules), ``"classes"``, ``"operators"``,
+                ``"labels"`` (``gradtrace.label``), ``"arguments"`` (which argument of a sum or a
+                concatenation), ``"heads"``, ``"experts"``, ``"layers"`` or ``"steps"`` (parts of
+                modules; see ``gradtrace.tracing.module_parts``), a list of module names or
+                patterns, or ``{group: names}``. A name is a module's, or begins with ``class:``,
+                ``operator:``, ``label:``, ``argument:``, ``head:``, ``expert:``, ``layer:`` or
+                ``step:``.
+            weight: ``"count"``: every element counts 1; ``"gradient"``: its |gradient|.
+            of: Leaves to trace alone, by name, pattern or module: ``"embed.weight"``,
+                ``"encoder.*"``, ``["embed", "out.bias"]``.
+            index: Of one element of that leaf: for how many of the losses its path passes each
+                component.
+            sample: Follow the paths of that many random elements only; for large models that costs
+                little more than recording did.
+            leaf_rows: Compute all values, but count only some rows of large weights: a part of them
+                (1/16), or so many.
+            seed: Draws the same elements for the same number, on every device.
 
-        ``of`` measures the influence on some leaves alone, by name, pattern or module
-        (``"embed.weight"``, ``"encoder.*"``, ``["embed", "out.bias"]``); no others are traced. With
-        ``index`` it is that on one element: for how many of the losses its path passes each
-        component.
-
-        With ``sample`` only the paths of that many random elements are followed and counted: for
-        large models that costs little more than recording did. With ``leaf_rows`` all values are
-        computed, but of large weights only some rows, which stand for the others: a part of them
-        (1/16), or so many. Shares then have standard errors (``table.errors``); the same ``seed``
-        draws the same elements on every device.
+        Returns:
+            The table; of a sample, with standard errors (``table.errors``).
 
         >>> import torch, gradtrace as gt
         >>> x, y = torch.tensor([3.0, 4.0], requires_grad=True), torch.ones(2, requires_grad=True)
@@ -214,9 +247,14 @@ class Trace(Measures):
     def decompose(self, components: Components = None) -> Decomposition:
         """The gradient through each component, over all paths: ``g = g_through + g_around``.
 
-        Exact and signed, whatever the trace's rule. ``components`` are those of ``influence``; a
-        path that enters one many times passes it once. It costs at most a backward pass for each
-        component. See ``Decomposition``.
+        Exact and signed, whatever the trace's rule. A path that enters one many times passes it
+        once. It costs at most a backward pass for each component. See ``Decomposition``.
+
+        Args:
+            components: Modules, groups or kinds of parts, as for ``Trace.influence``.
+
+        Returns:
+            The gradient by component, see ``Decomposition``.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -245,6 +283,11 @@ class Trace(Measures):
     def save(self, path: str | os.PathLike[str], *, sample: int = 1000, seed: int = 0) -> None:
         """Write gradients, influence (of modules, and of the kinds requested so far), flow and the
         paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
+
+        Args:
+            path: File to write.
+            sample: How many elements' paths are saved.
+            seed: Draws the same elements for the same number, on every device.
         """
         view = self._view(sample, seed)
         asked = {kind: each for kind, each in self.asked.items() if each.rule == self.rule}
@@ -264,13 +307,21 @@ class Trace(Measures):
         sample: int = 1000,
         seed: int = 0,
         training: str | os.PathLike[str] | None = None,
+        attribution: attributed.Graph | None = None,
     ) -> None:
         """Write the trace as one self-contained HTML file; it needs no network and no other file.
 
-        ``compare`` shows another trace beside this one. ``name`` is the title of this trace in the
-        report (or one title for each of the two). The top paths are those of a uniform ``sample``
-        of all elements. ``training`` is the file of a ``gradtrace.Monitor``, whose run is then
-        shown too.
+        The report of a trace that was made under ``gt.watch(model, diagnose=True)`` leads with what
+        ``watch.diagnose`` finds.
+
+        Args:
+            path: File to write.
+            compare: Another trace to show beside this one.
+            name: Title of this trace in the report, or one for each of the two.
+            sample: How many random elements the top paths are taken from.
+            seed: Draws the same elements for the same number, on every device.
+            training: File of a ``gradtrace.Monitor``, whose run is then shown, too.
+            attribution: Graph to show in a tab of its own: ``watch.attribute(...).graph()``.
 
         >>> import torch, gradtrace as gt
         >>> from tempfile import TemporaryDirectory
@@ -279,7 +330,7 @@ class Trace(Measures):
         ...     gt.trace((x * x).sum(), names={"x": x}).report(f"{folder}/x.html", name="squares")
         """
         drawn = (positive("sample", sample), seed)
-        saving.write(path, [self, compare], name, training, *drawn)
+        saving.write(path, [self, compare], name, training, *drawn, attribution)
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks; a smaller view for large models."""
@@ -290,5 +341,5 @@ class Trace(Measures):
         drawn = (positive("sample", sample), seed, small)
         key = (self.rule, self.granularity, *drawn)
         if key not in self._views:
-            self._views[key] = view_of(self, *drawn)
+            self._views[key] = view_of(self, *drawn, self._diagnosis)
         return self._views[key]

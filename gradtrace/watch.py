@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, ModuleCall, ThreadCall
-from gradtrace.autodiff.nodes import annotate
+from gradtrace.autodiff.nodes import annotate, next_sequence
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.autodiff.sharded_hooks import QUIET
+from gradtrace.diagnosis import (
+    Diagnosis,
+    Finding,
+    ForwardRecord,
+    ForwardRecorder,
+    Subject,
+    diagnosed,
+)
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch import composed_lstm
+from gradtrace.pytorch.composed_checkpoints import COMPOSED_CHECKPOINTS
 from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.global_switches import COMPOSED, eager
 from gradtrace.pytorch.module_calls import Listener, listen, same_in_replicas
@@ -29,6 +40,7 @@ from gradtrace.pytorch.wrapped_modules import (
     user_class,
 )
 from gradtrace.session import Session
+from gradtrace.trace import Trace
 
 W = TypeVar("W", bound="watch")
 
@@ -39,21 +51,37 @@ class watch(Session, Listener):
     Inside, module calls are recorded on all threads; fused attention and recurrent layers are
     decomposed and compiled modules run eagerly, so that every operator can be followed. The model
     is not modified, and may be copied and saved inside. Calls on a thread that has opened its own
-    watch are recorded by that watch only. With ``composed=False`` kernels stay fused, so that the
-    pass gives the same bits as without a watch; on a CPU they can be decomposed later, at a cost.
+    watch are recorded by that watch only.
+
+    Args:
+        model: The model to watch; it is not modified.
+        composed: If False, kernels stay fused, so that the pass gives the same bits as without a
+            watch; on a CPU they can be decomposed later, at a cost.
+        diagnose: Whether to record every operation with its line of code, for ``diagnose``; the
+            reports of its traces then lead with what is wrong.
+        names: ``{name: tensor}`` for inputs that require grad, which are leaf0, leaf1, ...
+            otherwise.
     """
 
     _frames = 3  # no function around the method
 
-    def __init__(self, model: nn.Module, *, composed: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        composed: bool = True,
+        diagnose: bool = False,
+        names: Mapping[str, Tensor] | None = None,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise GradtraceError(
                 f"watch takes a torch.nn.Module, got {type(model).__name__}; without a model use "
                 "gradtrace.graph(loss, names=...) and gradtrace.backward(loss, names=...)"
             )
-        super().__init__()
-        self.model = model
+        super().__init__(names)
+        self.model: nn.Module = model
         self.composed = composed
+        self._record = ForwardRecord() if diagnose else None
         self._hooks = HookWatch()
         self._stop_listening: Callable[[], None] | None = None
         self._modules: dict[int, nn.Module] = {}  # by id
@@ -77,9 +105,14 @@ class watch(Session, Listener):
             self._contexts.enter_context(eager())
             if self.composed:
                 self._contexts.enter_context(COMPOSED)
+                self._contexts.enter_context(COMPOSED_CHECKPOINTS)
             if self.name_table.sharded is not None:
                 self._contexts.enter_context(QUIET)
             self._stop_listening = self._attach()
+            if self._record is not None:
+                for tensor, _ in self.name_table.leaves.values():
+                    self._record.make(tensor)
+                self._contexts.enter_context(ForwardRecorder(self._record, self._innermost))
         except BaseException:
             self._close()
             raise
@@ -121,7 +154,7 @@ class watch(Session, Listener):
             self._here.stack.pop().fuse_again()
         self._name_gathered()
         if self._thread == threading.get_ident():
-            self.name_table.enter(_now(), NO_MODULE)
+            self.name_table.enter(next_sequence(), NO_MODULE)
         self._contexts.close()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
@@ -139,10 +172,15 @@ class watch(Session, Listener):
         notes = self.name_table if here.away is None else here.away
         noted = Noted(here, self._next_call(self._name(module)))
         here.stack.append(noted)
-        notes.enter(_now(), noted.place)
+        notes.enter(next_sequence(), noted.place)
         if self.composed and isinstance(module, nn.LSTM):
             noted.compose()
         return noted
+
+    def _innermost(self) -> str | None:
+        """The module whose call runs on this thread; None if none does."""
+        stack = self._here.stack
+        return stack[-1].place.module if stack else None
 
     def _next_call(self, name: str) -> ModuleCall:
         with self._lock:
@@ -181,7 +219,7 @@ class watch(Session, Listener):
         while here.stack.pop() is not entered:
             pass  # entered by ``inside``
         notes = self.name_table if here.away is None else here.away
-        notes.enter(_now(), here.stack[-1].place if here.stack else NO_MODULE)
+        notes.enter(next_sequence(), here.stack[-1].place if here.stack else NO_MODULE)
         if not here.stack:
             self._name_gathered()
         if here.away is not None and not here.stack:
@@ -195,6 +233,47 @@ class watch(Session, Listener):
         if threading.get_ident() == self._thread:
             return True
         return not _OPEN.watches and torch.is_grad_enabled()
+
+    @isolated()
+    def diagnose(self, loss: Tensor | float) -> Diagnosis:
+        """What is wrong with the loss and its gradient, worst first, with the lines to change.
+
+        Parameters that require grad and get none (``.silent``), each with the reason; the first
+        value that is NaN or infinite (``.nonfinite``); gradients that vanish, explode, underflow,
+        or leave terms and branches with nothing. With ``gt.watch(model, diagnose=True)`` the
+        forward pass is recorded, so that causes have lines. See docs/diagnosis.md.
+
+        Args:
+            loss: Loss of the watched forward pass, best computed inside the watch.
+
+        Returns:
+            The findings, worst first; ``print`` it to read it.
+
+        >>> import torch, gradtrace as gt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        >>> with gt.watch(model, diagnose=True) as watch:
+        ...     loss = model[1](model[0](torch.ones(2, 3)).detach()).sum()
+        >>> found = watch.diagnose(loss)
+        >>> [(each.parameter, str(each.reason)) for each in found.silent]
+        [('0.weight', 'output detached'), ('0.bias', 'output detached')]
+        """
+        return diagnosed(self._subject(), loss)
+
+    def _diagnosis_of(self, loss: Tensor, trace: Trace) -> Mapping[str, Any] | None:
+        if self._record is None:
+            return None
+        try:
+            return diagnosed(replace(self._subject(), trace=lambda _: trace), loss).to_dict()
+        except GradtraceError as error:
+            failed = Finding("diagnosis", "warning", "it was not diagnosed", evidence=str(error))
+            return Diagnosis((failed,)).to_dict()
+
+    def _subject(self) -> Subject:
+        roots, called = {"": self.model}, set(self._calls)
+        return Subject(roots, self.name_table, self._hooks, called, self._record, self._traced)
+
+    def _again(self) -> watch:
+        return watch(self.model, composed=self.composed)
 
     def _classes(self) -> dict[str, str]:
         return {name: user_class(module).__name__ for name, module in named_modules(self.model)}
@@ -238,7 +317,3 @@ _OPEN = _OpenCount()
 
 def _decrement() -> None:
     _OPEN.watches -= 1
-
-
-def _now() -> int:
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

@@ -94,6 +94,7 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "merge": PLAIN.merge,
     "tally": PLAIN.tally,
     "measure": PLAIN.measure,
+    "measure_many": PLAIN.measure_many,
     "reduce": PLAIN.reduce,
     "scatter": PLAIN.scatter,
     "sparse": PLAIN.sparse,
@@ -109,13 +110,13 @@ IN_PLACE = {"merge"}
 SAME = {
     *("synchronises", "host", "table_entries", "sums_groups", "group_sums", "add_rows", "masked"),
     *("used", "renumber", "finite_sums", "checks", "check", "label", "free_bytes", "held_bytes"),
-    *("spare_bytes", "workspace_bytes", "workspace_max_bytes", "device"),
+    *("spare_bytes", "workspace_bytes", "workspace_max_bytes", "device", "widened_product"),
 }
 """What a backend tells, and does in plain torch or otherwise than by choosing: as on the device."""
 
 NONE = {
     *("fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"),
-    *("sums_lines", "normalised_sums"),
+    *("sums_lines", "normalised_sums", "follows_paths", "follow_paths"),
 }
 """What only a GPU has, as leaves counted in one launch: ``Reference`` does without."""
 

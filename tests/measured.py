@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isnan
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import gradtrace as gt
 from gradtrace.trace import Trace
@@ -23,9 +24,10 @@ class Model(nn.Module):
     branch, a tied weight, a convolution, and a table of which few rows occur.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recurrent: type[nn.RNNBase] = nn.RNN) -> None:
         super().__init__()
-        self.embed, self.lstm, self.linear = nn.Embedding(40, 4), nn.LSTM(4, 4), nn.Linear(4, 4)
+        self.embed, self.linear = nn.Embedding(40, 4), nn.Linear(4, 4)
+        self.recurrent = recurrent(4, 4)
         self.qkv, self.norm = nn.Linear(4, 12), nn.LayerNorm(4)
         self.conv, self.cell = nn.Conv1d(4, 4, 3, padding=1), nn.RNNCell(4, 4)
         self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
@@ -33,7 +35,7 @@ class Model(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)  # (time, batch, width)
         x = (
-            self.lstm(x)[0]
+            self.recurrent(x)[0]
             + torch.tanh(self.linear(x))
             + self.conv(x.permute(1, 2, 0)).permute(2, 0, 1)
         )
@@ -42,7 +44,7 @@ class Model(nn.Module):
             state = self.cell(now, state) * 0.5 + state
         x = x + self.attended(self.norm(x)) + state
         x = x + self.mlp(self.norm(x))
-        return x @ self.embed.weight.T
+        return x @ self.embed.weight.to(x.device).T
 
     def attended(self, x: Tensor) -> Tensor:
         parts = self.qkv(x).unflatten(-1, (2, 3, 2)).permute(3, 1, 2, 0, 4)  # part, batch, head
@@ -50,31 +52,58 @@ class Model(nn.Module):
         return gt.label(heads, 1, ["head 0", "head 1"]).permute(2, 0, 1, 3).flatten(2)
 
 
-COMPONENTS = {
-    **{name: name for name in ("lstm", "linear", "conv", "cell", "mlp", "mlp.0", "norm", "qkv")},
-    "branches": ["lstm", "linear", "conv"],
+MODULES = {
+    **{name: name for name in ("recurrent", "linear", "conv", "cell", "mlp", "mlp.0", "norm")},
+    "qkv": "qkv",
+    "branches": ["recurrent", "linear", "conv"],
     "head 0": "label:head 0",
     "head 1": "label:head 1",
-    "tanh": "operator:TanhBackward0",
-    "sums": "argument:*",
 }
+COMPONENTS = {**MODULES, "tanh": "operator:TanhBackward0", "sums": "argument:*"}
 
 
-def trace(device: str, dtype: torch.dtype, pairs: bool, rule: str = "greedy") -> Trace:
+def trace(
+    device: str,
+    dtype: torch.dtype,
+    pairs: bool,
+    places: Mapping[str, str] | None = None,
+    recurrent: type[nn.RNNBase] = nn.RNN,
+) -> Trace:
+    """The model on a device, but modules in ``places`` on others, and its "loss"."""
     torch.manual_seed(0)
     words = torch.randint(0, 9, (4, 3))
-    model = Model().to(dtype)
+    model = Model(recurrent).to(dtype)
     model, words = model.to(device), words.to(device)
+    places = dict(places or {})
+    lossy = places.pop("loss", device)
+    for name, place in places.items():
+        _put(model.get_submodule(name), place, device)
     with gt.watch(model) as watch:
-        logits = model(words)[:-1].permute(1, 2, 0)
-        losses = F.cross_entropy(logits, words[1:].T, reduction="none").mean(1)
-    return watch.trace(losses if pairs else losses.sum(), rule=rule)
+        logits = model(words)[:-1].permute(1, 2, 0).to(lossy)
+        losses = F.cross_entropy(logits, words[1:].T.to(lossy), reduction="none").mean(1)
+    return watch.trace(losses if pairs else losses.sum())
 
 
-def measures(device: str, dtype: torch.dtype, pairs: bool) -> dict[str, Any]:
+def _put(module: nn.Module, place: str, device: str) -> None:
+    """Put a module on another device than those around it, as ``device_map`` does."""
+
+    def moved(x: Any, place: str) -> Any:
+        return tree_map(lambda y: y.to(place) if isinstance(y, Tensor) else y, x)
+
+    module.to(place)
+    module.register_forward_pre_hook(lambda _, args: moved(args, place))
+    module.register_forward_hook(lambda _, args, out: moved(out, device))
+
+
+def measures(
+    device: str, dtype: torch.dtype, pairs: bool, places: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """All numbers by name: sums of floats in ``"floats"``, what is counted in ``"counts"``."""
-    traced = trace(device, dtype, pairs)
-    floats = {**decomposed(traced), **masses(traced)}
+    return measures_of(trace(device, dtype, pairs, places=places), pairs)
+
+
+def measures_of(traced: Trace, pairs: bool) -> dict[str, Any]:
+    floats = {**decomposed(traced, COMPONENTS), **masses(traced)}
     counts: dict[str, Any] = {}
     for rule in ("greedy", "edge", "viterbi"):
         ruled = dataclasses.replace(traced, rule=rule)
@@ -96,14 +125,30 @@ def measures(device: str, dtype: torch.dtype, pairs: bool) -> dict[str, Any]:
     return {"floats": floats, "counts": counts}
 
 
-def decomposed(traced: Trace) -> dict[str, Any]:
-    found = traced.decompose(COMPONENTS)
+def of_modules(device: str, dtype: torch.dtype, recurrent: type[nn.RNNBase]) -> dict[str, Any]:
+    """What does not depend on whether the cell of a recurrent layer is one operator, as on a GPU,
+    or many: the gradient through modules; and of an LSTM, which has the same routes in both, their
+    masses and paths.
+    """
+    traced, counts = trace(device, dtype, False, recurrent=recurrent), {}
+    floats = decomposed(traced, MODULES)
+    if recurrent is nn.LSTM:
+        for p in POWERS:
+            floats[f"mass shares {p}"] = traced.mass(MODULES, p=p).shares
+        for rule in ("greedy", "viterbi"):
+            table = dataclasses.replace(traced, rule=rule).influence(MODULES)
+            counts[rule] = [(row.name, row.through, row.eligible) for row in table]
+    return {"floats": floats, "counts": counts}
+
+
+def decomposed(traced: Trace, components: dict[str, Any]) -> dict[str, Any]:
+    found = traced.decompose(components)
     return {
-        "shares": list(found.shares.values()),
-        "contested": list(found.contested.values()),
-        "norms": list(found.norms.values()),
-        "cosines": [products.cosine for products in found.products.values()],
-        "through": [found.gradient(name, "embed.weight").cpu() for name in COMPONENTS],
+        "shares": found.shares,
+        "contested": found.contested,
+        "norms": found.norms,
+        "cosines": {name: products.cosine for name, products in found.products.items()},
+        "through": {name: found.gradient(name, "embed.weight").cpu() for name in components},
     }
 
 
@@ -111,34 +156,41 @@ def masses(traced: Trace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for p in POWERS:
         table = traced.mass(COMPONENTS, p=p)
-        found[f"mass {p}"] = [table.total, *((row.mass, row.eligible) for row in table)]
-        found[f"mass shares {p}"] = list(table.shares.values())
+        found[f"mass {p}"] = {row.name: (row.mass, row.eligible) for row in table}
+        found[f"total mass {p}"] = table.total
+        found[f"mass shares {p}"] = table.shares
         for by in ("length", "branches") if p == 1 else ():
             spectrum = traced.spectrum(by, p=p)
-            found[f"{by} {p}"] = [(row.grade, row.mass, row.gradient) for row in spectrum]
+            found[f"{by} {p}"] = {row.grade: (row.mass, row.gradient) for row in spectrum}
     part = traced.spectrum("branches", of="linear.weight")
     found["parts"] = [gradient.cpu() for gradient in part.gradients.values()]
     return found
 
 
-def flattened(numbers: Any) -> Iterator[float]:
+def flattened(numbers: Any, name: str) -> Iterator[tuple[str, float]]:
+    """All numbers, each with where it is from."""
     if isinstance(numbers, Tensor):
-        yield from numbers.double().reshape(-1).tolist()
-    elif isinstance(numbers, (list, tuple)):
-        for each in numbers:
-            yield from flattened(each)
+        numbers = numbers.double().reshape(-1).tolist()
+    if isinstance(numbers, (list, tuple)):
+        numbers = dict(enumerate(numbers))
+    if isinstance(numbers, dict):
+        for key, each in numbers.items():
+            yield from flattened(each, f"{name}, {key}")
     else:
-        yield float(numbers)
+        yield name, float(numbers)
 
 
 def agree(found: dict[str, Any], wanted: dict[str, Any], dtype: torch.dtype) -> None:
-    """Equal to rounding, and in float64 equal counts."""
+    """Equal to rounding, and in float64 equal counts; the error names what is not."""
     rel = 1e-9 if dtype is torch.float64 else 2e-3
     for name, numbers in wanted["floats"].items():
-        mine, theirs = list(flattened(found["floats"][name])), list(flattened(numbers))
         if name.startswith("coverage") and dtype is not torch.float64:
             continue  # of other paths, where two are nearly equal
-        least = rel * max((abs(x) for x in theirs if not isnan(x)), default=0.0)
-        assert mine == pytest.approx(theirs, rel=rel, abs=least, nan_ok=True), name
+        mine, theirs = (dict(flattened(x, name)) for x in (found["floats"][name], numbers))
+        assert mine.keys() == theirs.keys()
+        least = rel * max((abs(x) for x in theirs.values() if not isnan(x)), default=0.0)
+        for which, number in theirs.items():
+            same = pytest.approx(number, rel=rel, abs=least, nan_ok=True)
+            assert mine[which] == same, f"{which}: {mine[which]}, not {number}"
     if dtype is torch.float64:
         assert found["counts"] == wanted["counts"]

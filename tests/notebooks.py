@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -59,11 +60,17 @@ def cleaned(notebook: NotebookNode) -> NotebookNode:
         }
         if cell.cell_type == "code":
             kept["execution_count"] = cell.execution_count
-            kept["outputs"] = [_small(output) for output in cell.outputs]
+            kept["outputs"] = [_small(output) for output in cell.outputs if not _ends_run(output)]
         cells.append(kept)
     return nbformat.from_dict(
         {"cells": cells, "metadata": METADATA, "nbformat": 4, "nbformat_minor": 5}
     )
+
+
+def _ends_run(output: NotebookNode) -> bool:
+    """Whether it is the line by which a Monitor says where its results are; no warning."""
+    text = output.get("text", "") if output.get("name") == "stderr" else ""
+    return bool(re.fullmatch(r"gradtrace: [\d,]+ of [\d,]+ steps are traced[^\n]*\n", text))
 
 
 def _small(output: NotebookNode) -> dict[str, Any]:

@@ -441,6 +441,23 @@ class Cells(nn.Module):
         return (self.rnn(e)[0] + self.gru(e)[0]).sum()
 
 
+def test_forks_between_modules_are_printed_first() -> None:
+    """And time steps have the name of their layer, and their number."""
+    torch.manual_seed(0)
+    model = Cells()
+    with gt.watch(model) as watch:
+        found = watch.trace(model(torch.arange(4))).choices()
+    steps = [f"gru step {n}" for n in range(4)]  # as in influence("steps")
+    assert list(found.shares["gru.stack"]) == steps
+    known, ranked = found.information, found.ranked()
+    assert set(found.shares[ranked[0]]) == {"rnn", "gru"} and known[ranked[0]] < max(known.values())
+    within = [known[fork] for fork in ranked[1:]]
+    assert within == sorted(within, reverse=True)
+    assert found.top(1).forks == (ranked[0],)
+    assert found.table().rows[0][0] == ranked[0]
+    assert Choices.from_dict(found.to_dict()).ranked() == found.merge(found).ranked() == ranked
+
+
 def test_a_report_begins_with_the_forks_between_modules() -> None:
     """Within recurrent layers more elements have a choice, but nobody asked about these."""
     torch.manual_seed(0)

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner, Result
 
 import gradtrace
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments import competition, demo
+from gradtrace.experiments import competition, demo, demo_network
 from gradtrace.recording.aten_rules import OPENED, RULES
 
 SCRIPT = """
@@ -297,21 +298,19 @@ def test_demo(tmp_path: Path, as_json: bool) -> None:
     assert result.exit_code == 0, result.stderr
     page = Page()
     page.feed(out.read_text(encoding="utf-8"))
-    assert page.open == [] and {"svg", "table", "style"} <= page.seen
+    assert page.open == [] and {"iframe", "table", "style"} <= page.seen
     assert not {"script", "link"} & page.seen
     text = " ".join(page.text)
-    assert "competition" in text and "rnn, lstm, gru side by side" in text
-    assert gradtrace.__version__ in text and "hidden.weight" in text and "$" not in text
+    assert "found 3 of the 3" in text and "rnn, lstm, gru side by side" in text
+    assert gradtrace.__version__ in text and "views.third" in text and "output detached" in text
     if not as_json:
-        assert str(out) in result.stdout and "hidden.weight" in result.stdout
+        assert str(out) in result.stdout and "views.third" in result.stdout
         return
     data = json.loads(result.stdout)
     assert data["report"] == str(out)
     assert data["competition"]["sentence"] and data["competition"]["form"] == "quick"
-    shares = data["influence"]
-    assert 0 < shares["left"] < 1 and 0 < shares["right"] < 1 and shares["output"] == 1
-    assert data["path"]["modules"][0] == "embed" and data["path"]["modules"][-1] == "output"
-    assert data["operators"] - data["edges"] == 1  # a tree: nothing is used twice
+    assert [row["right"] for row in data["planted"]] == [True] * 3
+    assert not data["diagnosis"]["healthy"]
 
 
 @pytest.mark.usefixtures("short")
@@ -323,30 +322,43 @@ def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     assert again["competition"]["tables"] == first["competition"]["tables"]
 
 
-def test_the_first_look_agrees_with_pytorch_and_draws_no_random_numbers() -> None:
+def test_the_demo_finds_what_was_planted_and_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     found = demo.look().found
     assert torch.equal(torch.get_rng_state(), before)
-    assert [row["parameter"] for row in found["gradients"]] == [
-        "hidden.weight",
-        "hidden.bias",
-        "output.weight",
-        "output.bias",
+    shares, untrained = found["shares"]["trained"], found["shares"]["untrained"]
+    assert shares["views.third"] > 0.9 and max(untrained.values()) < 0.7
+    assert sum(shares.values()) == pytest.approx(1)
+    assert [(row["planted"], row["right"]) for row in found["planted"]] == [
+        ("views.third", True),
+        ("memory", True),
+        ("mixture.experts.2", True),
     ]
-    for row in found["gradients"]:
-        assert row["ours"] > 0 and row["difference"] <= 1e-6 * row["pytorch"]
+    assert {each["module"] for each in found["diagnosis"]["silent"]} == {
+        "memory.0",
+        "mixture.experts.2.0",
+        "mixture.experts.2.2",
+    }
 
 
-def test_the_first_look_counts_scalars() -> None:
-    """|E'| of the chapter: a product of m×k by k×n has m·n·k edges for each operand."""
+def test_the_demo_finds_nothing_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same network without its faults."""
+
+    class Sound(demo_network.Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.no_grad():
+                self.mixture.router.bias.zero_()
+
+        def forward(self, words: Tensor) -> Tensor:
+            x = self.embed(words)
+            h = torch.stack([view(x) for view in self.views.values()]).sum(0)
+            return self.output(self.mixture(h + self.memory(x.mean(1))))
+
+    monkeypatch.setattr(demo_network, "Classifier", Sound)
     found = demo.look().found
-    leaves = 4 * 3 + 4 + 2 * 4 + 2
-    values = 5 * 4 + 5 * 4 + 5 * 2 + 1  # first product, tanh, second product, loss
-    transposes = 4 * 3 + 4 * 2
-    assert found["scalar_vertices"] == leaves + values + transposes
-    hidden = 5 * 4 * 3 + 5 * 4 + 4 * 3  # weight, bias, transpose
-    output = 2 * (5 * 2 * 4) + 5 * 2 + 4 * 2  # weight and input, bias, transpose
-    assert found["scalar_edges"] == hidden + 5 * 4 + output + 5 * 2
+    assert [row["right"] for row in found["planted"]] == [True, False, False]
+    assert demo.verdict(found).startswith("gradtrace found 1 of the 3")
 
 
 @pytest.mark.usefixtures("short")
@@ -365,12 +377,12 @@ def test_demo_into_a_place_that_is_no_folder(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("short")
 def test_names_are_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Module names are untrusted text."""
-    real: Callable[..., list[dict[str, object]]] = demo.compare
+    real: Callable[..., list[dict[str, object]]] = demo.judged
 
     def nasty(*args: object) -> list[dict[str, object]]:
-        return [{**row, "parameter": "<script>alert(1)</script>"} for row in real(*args)]
+        return [{**row, "found": "<script>alert(1)</script>"} for row in real(*args)]
 
-    monkeypatch.setattr(demo, "compare", nasty)
+    monkeypatch.setattr(demo, "judged", nasty)
     demo.demo(tmp_path / "report.html", say=lambda line: None)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<script>" not in text and "&lt;script&gt;" in text

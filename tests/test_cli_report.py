@@ -26,7 +26,7 @@ from gradtrace.cli.experiment import names
 from gradtrace.cli.printing import working
 from gradtrace.errors import GradtraceError
 
-COMMANDS = ("demo", "trace", "report", "check", "experiment", "bench", "ops")
+COMMANDS = ("demo", "diagnose", "trace", "report", "check", "experiment", "bench", "ops")
 
 
 def run(*args: object) -> Result:

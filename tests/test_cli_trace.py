@@ -136,6 +136,10 @@ def nothing():
     x = torch.zeros(3, requires_grad=True)
     return (x * 0).sum()
 
+def parts():
+    model, words = made()
+    return model, lambda model, batch: model.score(batch), [words, words.flip(0) + 1, words * 2]
+
 def half():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).bfloat16()
     return model, model(torch.ones(2, 3, dtype=torch.bfloat16)).sum()
@@ -423,3 +427,26 @@ def test_completion(script: Path) -> None:
     assert functions("nothing.py:x") == functions(str(script)) == []
     script.write_text("def f(:")
     assert functions(f"{script}:f") == []
+
+
+# A data set ---------------------------------------------------------------------------------------
+
+
+def test_decompose_over_a_data_set(script: Path, tmp_path: Path) -> None:
+    """As ``gradtrace.decompose`` has it; a journal goes on where it ended."""
+    asked = ("decompose", f"{script}:parts", "--components", "left", "--components", "right")
+    journal = tmp_path / "run.gradtrace"
+    result = run(*asked, "--json", "--journal", journal)
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert data["pairs"] == 3 and not data["interrupted"] and data["journal"] == str(journal)
+    space: dict[str, Any] = {}
+    exec(SCRIPT.replace("import beside", "").replace("os.write", "len or "), space)
+    wanted = gt.decompose(*space["parts"](), components=["left", "right"])
+    shares = {row["component"]: row["share"] for row in data["decompose"]["rows"]}
+    assert shares == pytest.approx(wanted.shares)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert len(json.loads(run(*asked, "--json", "--top", 1).stdout)["decompose"]["rows"]) == 1
+    again = run(*asked, "--journal", journal)
+    assert again.exit_code == 0 and "left" in again.stdout and "3 pairs" in again.stdout
+    assert "no module 'nowhere'" in refused(run(*asked[:2], "--components", "nowhere"))

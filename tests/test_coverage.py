@@ -17,8 +17,8 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.trace import Trace
 from gradtrace.tracing.agreement import PATH_RULES, same_paths
-from gradtrace.tracing.coverage import Coverage, of_elements, percent
-from gradtrace.tracing.followed import follow_sample
+from gradtrace.tracing.coverage import Coverage, of_paths, percent
+from gradtrace.tracing.followed import ends_of, follow_sample
 from gradtrace.tracing.paths import LazyPaths, Path
 
 EPS = torch.finfo(torch.float64).eps
@@ -336,7 +336,7 @@ def test_a_forest_is_the_same_as_itself() -> None:
     trace = gt.trace(randomgraphs.build(3).loss)
     (followed,) = follow_sample(trace, 50, 0)
     assert same_paths(followed.forest, followed.forest).all()
-    assert of_elements(trace, followed).elements == int(followed.forest.whole.sum())
+    assert of_paths(trace, ends_of(trace, followed)).elements == int(followed.forest.whole.sum())
 
 
 def test_paths_are_the_same_only_if_all_they_visit_is() -> None:

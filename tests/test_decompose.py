@@ -637,6 +637,8 @@ def test_bad_input() -> None:
     with pytest.raises(UnknownName, match="did you mean lstm"):
         trace.decompose(["lsmt"])
     with pytest.raises(UnknownName, match="none of modules"):
+        trace.decompose("branches")
+    with pytest.raises(UnknownName, match="the heads are not known"):
         trace.decompose("heads")
     for empty in ([], {}):
         with pytest.raises(GradtraceError, match="name at least one"):

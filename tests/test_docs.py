@@ -26,6 +26,7 @@ PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted(DOCS.rglob("*.md"
 
 NOT_RUN = {
     ("README.md", "$ make demo"),
+    ("README.md", "$ pip install"),
     ("docs/start.md", "$ pip install ."),
     ("docs/notebooks.md", "$ pip install jupyterlab"),
     ("docs/guides/teach.md", "$ python docs/from_scratch.py"),

@@ -21,7 +21,15 @@ from torch import Tensor
 
 from gradtrace import kernels
 from gradtrace.ir import memory
-from gradtrace.kernels import cuda_launch, cuda_reduce, cuda_tally, cuda_tiling, cuda_top_k, tuning
+from gradtrace.kernels import (
+    cuda_half_products,
+    cuda_launch,
+    cuda_reduce,
+    cuda_tally,
+    cuda_tiling,
+    cuda_top_k,
+    tuning,
+)
 from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.sync import AsyncCopy
 from gradtrace.linops import Contract, Normaliser
@@ -441,6 +449,23 @@ def test_normalised_sums_of_what_is_not_finite(emulator: Emulator) -> None:
         x[1, 3] = bad
         found = Normaliser(one, [(one, one)] * rank, [1], (2, n)).apply_in((x,), ABS)[0]
         assert found[0].isfinite().all() and not found[1].isfinite().any()
+
+
+def test_products_of_half_precision(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the bound of float32, for numbers of any size; what is not finite stays so."""
+    monkeypatch.setattr(tuning, "SPLIT_PRODUCT_MIN_K", 1)
+    monkeypatch.setattr(cuda_half_products, "summed_products", lambda a, b: a.float() @ b.float())
+    sizes = torch.logspace(-30, 30, 5).unsqueeze(1)
+    for i, m, k, n in ((1, 5, 40, 3), (3, 5, 1, 9), (2, 5, 7, 1)):
+        a, b = torch.rand(i, k, m).mT * sizes, torch.rand(i, k, n).bfloat16()
+        parts = cuda_half_products.split(a)
+        assert parts.dtype is torch.bfloat16 and bool((parts >= 0).all())
+        assert torch.equal(parts.double().sum(1), a.double())
+        found, wanted = ops.widened_product(a, b), a.double() @ b.double()
+        torch.testing.assert_close(found.double(), wanted, rtol=(k + 2) * 2**-24, atol=0.0)
+    for bad in (float("inf"), float("nan")):
+        a[0, 1, 0] = bad
+        assert not ops.widened_product(a, b)[0, 1].isfinite().any()
 
 
 def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:

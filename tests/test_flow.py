@@ -546,6 +546,28 @@ def test_weights_that_start_at_0() -> None:
     assert "'down' gets no gradient at all. MmBackward0 (in 'up') multiplies" in found.verdict
 
 
+def test_what_gets_no_samples_does_not_vanish() -> None:
+    """The layers of an expert that is never chosen take and hand back empty tensors."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+            self.used, self.unused = (
+                nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x)
+            none = torch.tensor([], dtype=torch.long)
+            h = h.index_add(0, none, self.unused(h[none]))
+            return (h + self.used(h)).sum()
+
+    found = flow(Experts(), lambda m: m(torch.randn(3, 4)))
+    assert found["unused.0"].verdict == found["unused.2"].verdict == "dead"  # their parameters
+    assert found["unused.1"].verdict == ""
+
+
 def test_dead_branches_do_not_cut_the_profile() -> None:
     """Skip connections carry the gradient past branches whose factor is 0."""
     found = flow(Residual(10, gate=0.0), classified)
@@ -829,6 +851,16 @@ def test_sizes_at_the_ends_of_the_range(dtype: torch.dtype, power: int) -> None:
     assert largest == max(map(abs, numbers))
     assert nonzero == sum(number != 0 for number in numbers)
     assert mass == pytest.approx(sum(map(abs, numbers)), rel=1e-12)
+
+
+def test_sizes_of_large_tensors_are_those_of_float64() -> None:
+    """Read once, in float32; whatever the layout."""
+    x = torch.randn(300, 700).mul_(1e-3)
+    x[:200] = 0
+    for each in (x, x.t(), x[:, ::2], x * 1e-20, x * 1e22, x.expand(2, 300, 700)):
+        torch.testing.assert_close(sizes(each), sizes(each.double()), rtol=1e-6, atol=0)
+    x[5, 5] = math.nan
+    assert sizes(x)[:2].isnan().all()
 
 
 def test_sizes_of_nothing_and_of_no_numbers() -> None:

@@ -249,3 +249,12 @@ def test_measures(device: str, dtype: torch.dtype, pairs: bool) -> None:
     """
     wanted = plainly(measured.measures, "cpu", dtype, pairs)
     measured.agree(measured.measures(device, dtype, pairs), wanted, dtype)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("recurrent", [torch.nn.LSTM, torch.nn.GRU])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_measures_of_fused_cells(recurrent: type[torch.nn.RNNBase], dtype: torch.dtype) -> None:
+    """Of modules they are those of the CPU, where the cells are written out."""
+    wanted = plainly(measured.of_modules, "cpu", dtype, recurrent)
+    measured.agree(measured.of_modules("cuda", dtype, recurrent), wanted, dtype)

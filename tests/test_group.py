@@ -220,7 +220,7 @@ def test_a_rank_that_is_killed_fails_the_others(groups: dict[str, Ended], world:
     told = ended.each("killed", "killed")
     assert len(told) == world - 1
     for message in told:
-        assert f"RankFailed: rank {dead} ended without a word: it was killed" in message
+        assert f"RankFailed: rank {dead} exited unexpectedly: it was killed" in message
         assert "what was counted is kept beside" in message
     assert (ended.folder / f"killed.gradtrace.rank{dead}").exists()
     file = ended.folder / "killed.gradtrace"

@@ -23,6 +23,7 @@ from gradtrace.ir.rescaling import DeferredRescaling, Rescaling, ScaledValue
 from gradtrace.kernels import Reference
 from gradtrace.kernels.operands import LineLayout, LowRankLines, line_operands
 from gradtrace.semirings import ABS, Abs
+from gradtrace.semirings.lifted import LiftedAbs
 from gradtrace.trace import Trace
 from gradtrace.tracing.mass import mass_of
 from gradtrace.tracing.spectrum import spectrum_of
@@ -167,6 +168,25 @@ def test_alignment() -> None:
     assert not deferred.in_range([1.0])
 
 
+@pytest.mark.parametrize("kind", [Rescaling, DeferredRescaling])
+def test_the_larger_of_two_values_keeps_its_size(kind: type[Rescaling]) -> None:
+    """Aligned the other way, it would leave the range of floats."""
+    rescaling = kind(ABS)
+    if isinstance(rescaling, DeferredRescaling):
+        held = [ScaledValue((torch.tensor([x]),), 0, age=99) for x in (1e12, 1e-12)]
+        large, small = (rescaling.balanced(each) for each in held)
+        large = rescaling.balanced(large._replace(value=(large.value[0] * 1e12,), age=99))
+        small = rescaling.balanced(small._replace(value=(small.value[0] * 1e-12,), age=99))
+    else:
+        large, small = (
+            ScaledValue((torch.tensor([x]),), power) for x, power in ((3.0, 200), (5.0, -200))
+        )
+    for pair in ((large, small), (small, large)):
+        both = rescaling.plus(*pair)
+        assert torch.equal(both.value[0], large.value[0])
+        assert both.exponent == large.exponent
+
+
 def test_zeros_stay_zeros() -> None:
     deferred = DeferredRescaling(ABS)
     zero = deferred.balanced(ScaledValue((torch.zeros(3),), 0, age=99))
@@ -185,6 +205,54 @@ def test_watched_values(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
         assert deferred.in_range([])
         deferred.balanced(ScaledValue((torch.tensor([size, 0.0]),), 0, age=1))
         assert not deferred.in_range([])
+
+
+def test_growth_within_a_few_steps(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values leave their range they are rescaled more often, still unread."""
+    only_deferred(monkeypatch)
+    tried = []
+    first = DeferredRescaling.__init__
+
+    def init(self: DeferredRescaling, semiring: Abs, often: int = 1) -> None:
+        tried.append(often)
+        first(self, semiring, often)
+
+    monkeypatch.setattr(DeferredRescaling, "__init__", init)
+    assert deep(6, 1.0, 2.0).mass("arguments").total == 2 * (3**6 + 3)
+    table = deep(10, 4000.0, -6000.0).mass("arguments")
+    assert tried == [1, 1, rescaling.OFTEN]
+    assert float(table[table.names[0]].moments.e / 10000**10) == pytest.approx(2, rel=1e-5)
+
+
+# Absolute values of weights, once ----------------------------------------------------------------
+
+
+def test_lifted_weights() -> None:
+    """The smallest first, as many as fit; expanded ones and masks as they are."""
+    small, large = torch.tensor([-2.0, 3.0]), torch.randn(5, 4).mT
+    half, mask = torch.tensor([-1.5, 0.25]).bfloat16(), torch.tensor([True, False])
+    wide = torch.tensor([-1.0]).expand(7)
+    weights = [large, small, half, mask, wide, small]
+    for most, count in ((0, 0), (11, 1), (12, 2), (100, 3)):
+        semiring = LiftedAbs.of(weights, most)
+        assert len(semiring.known) == count
+        for weight in weights:
+            (found,), (wanted,) = semiring.weigh(weight), ABS.weigh(weight)
+            assert found.dtype is wanted.dtype and torch.equal(found, wanted)
+            x = torch.rand(weight.shape)
+            assert torch.equal(semiring.times_weight((x,), weight)[0], x * wanted)
+    assert semiring.weigh(small)[0] is semiring.weigh(small)[0]
+
+
+@pytest.mark.parametrize("spec", ["mk,kn->mn", "mn,kn->mk", "bmk,bnk->bmn", "mk,kna->mn"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lifted_contractions(spec: str, dtype: torch.dtype) -> None:
+    sizes = dict(zip("abmnk", (2, 3, 4, 5, 6)))
+    x, weight = (torch.randn([sizes[c] for c in part]) for part in spec.split("->")[0].split(","))
+    weight = weight.to(dtype)
+    known = LiftedAbs.of([weight], 1 << 20)
+    (found,), (wanted,) = (s.contract(spec, (x.abs(),), weight) for s in (known, ABS))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
 
 
 # Launches and synchronisations -------------------------------------------------------------------
@@ -261,5 +329,5 @@ def test_few_launches_and_synchronisations() -> None:
     assert small[2] == large[2] <= 4
     backward, mass, steps = (large[n] - small[n] for n in (0, 1, 3))
     assert steps >= 140
-    assert mass <= 5 * backward
-    assert mass <= 2.3 * steps
+    assert mass <= 3 * backward
+    assert mass <= 1.6 * steps

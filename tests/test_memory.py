@@ -13,7 +13,7 @@ from gradtrace.ir.memory import ID_BYTES
 from gradtrace.ir.passes import storage
 from gradtrace.ir.passes.provenance import analyse_provenance
 from gradtrace.trace import Trace
-from gradtrace.tracing import tally
+from gradtrace.tracing import tally, uniform_tally
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.traced_value import sizes
 
@@ -172,6 +172,7 @@ def test_running_out_of_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(tally.Tally, "add", full)
+    monkeypatch.setattr(uniform_tally.UniformTally, "counted", full)
     with pytest.raises(
         TooLarge, match=r"measuring influence ran out of memory on cpu.*sample=10_000"
     ):

@@ -575,10 +575,7 @@ def test_loggers_get_few_numbers() -> None:
     record = monitor.history.records[-1]
     said = heard[-1][1]
     assert said["gradtrace/loss"] == record.loss
-    assert record.influence is not None
-    shares = {f"gradtrace/share/{n}": s for n, s in record.influence.shares.items() if s == s}
-    assert shares.items() <= said.items()
-    assert said["gradtrace/norm/0"] == record.norms["0"].own
+    assert set(said) <= {"gradtrace/loss", "gradtrace/cost"}  # in a chain there is no choice
 
 
 def test_a_logger_that_fails_is_told_of_once() -> None:

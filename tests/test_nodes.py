@@ -199,6 +199,87 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
         (lambda x: F.nll_loss(x, classes, gain, reduction="none"), (scores,)),
         (lambda x: F.nll_loss(x[0], classes[0], ignore_index=2, reduction="sum"), (scores,)),
     ],
+    "NllLoss2D": [(lambda x: F.nll_loss(x, (image[:, 0] > 0).long()), (image,))],
+    "MseLoss": [
+        (lambda x: F.mse_loss(x, scores), (a,)),
+        (lambda x: F.mse_loss(x, scores, reduction="none"), (a.float(),)),
+        (lambda x, y: F.mse_loss(x, y, reduction="sum"), (a, scores)),
+    ],
+    "SmoothL1Loss": [(lambda x: F.smooth_l1_loss(x, scores, beta=0.7), (a,))],
+    "HuberLoss": [(lambda x: F.huber_loss(x, scores, delta=0.7), (a,))],
+    "BinaryCrossEntropy": [
+        (lambda x: F.binary_cross_entropy(x / 2, (scores > 0).double()), (a,)),
+        (lambda x: F.binary_cross_entropy(x / 2, scores.abs() / 2, a, reduction="sum"), (a,)),
+    ],
+    "BinaryCrossEntropyWithLogits": [
+        (lambda x: F.binary_cross_entropy_with_logits(x, (scores > 0).double()), (a,)),
+        (
+            lambda x: F.binary_cross_entropy_with_logits(
+                x, scores.abs() / 2, a, pos_weight=gain, reduction="none"
+            ),
+            (a,),
+        ),
+        (F.binary_cross_entropy_with_logits, (a, scores.abs() / 2)),
+    ],
+    "Logsumexp": [
+        (lambda x: x.logsumexp(-1), (scores,)),
+        (lambda x: x.logsumexp((0, 2), keepdim=True), (batch,)),
+    ],
+    "LinalgVectorNorm": [
+        (lambda x: torch.linalg.vector_norm(x - 1), (scores,)),
+        (lambda x: torch.linalg.vector_norm(x, 3, (0, -1)), (batch,)),
+        (lambda x: torch.linalg.vector_norm(torch.view_as_complex(x.reshape(3, 2, 2))), (scores,)),
+    ],
+    "Cumsum": [
+        (lambda x: x.cumsum(-1), (a,)),
+        (lambda x: x.float().cumsum(0, dtype=torch.double), (a,)),
+    ],
+    "Log1P": [(torch.log1p, (a,))],
+    "Reciprocal": [(torch.reciprocal, (a,))],
+    "Erf": [(torch.erf, (a,))],
+    "Abs": [
+        (torch.abs, (scores,)),
+        (lambda x: torch.view_as_complex(x.reshape(3, 2, 2)).abs(), (scores,)),
+    ],
+    "Where": [
+        (lambda x, y: torch.where(a > 1, x, y), (a, scores)),
+        (lambda x: torch.where(a > 1, x, 0.0), (a[:1],)),
+        (lambda x: torch.where(a[:1] > 1, 2.0, x), (a,)),
+    ],
+    "MaskedFill": [
+        (lambda x: x.masked_fill(scores > 0, -1.0), (a,)),
+        (lambda x: x.masked_fill(scores[:, :1] > 0, -1.0), (batch,)),
+        (lambda x, y: x.masked_fill(scores > 0, y), (a, gain[0])),
+    ],
+    "Clamp": [(lambda x: x.clamp(0.5, 1.2), (a,)), (lambda x: x.clamp(max=1.2), (a,))],
+    "ClampMin": [(lambda x: x.clamp_min(0.5), (a,))],
+    "ClampMax": [(lambda x: x.clamp_max(0.5), (a,))],
+    "Index": [
+        (lambda x: x[words], (a,)),
+        (lambda x: x[:, words[0]], (batch,)),
+        (lambda x: x[words[0], words[1]], (a,)),
+        (lambda x: x[a > 1], (a,)),
+    ],
+    "Gather": [
+        (lambda x: x.gather(1, words[:, :2]), (a,)),
+        (lambda x: x.gather(-1, torch.tensor([1, 1])), (bias,)),
+    ],
+    "AvgPool2D": [
+        (lambda x: F.avg_pool2d(x, 2), (image,)),
+        (lambda x: F.avg_pool2d(x, 3, 2, 1, True, False), (image,)),
+    ],
+    "AdaptiveAvgPool2D": [(lambda x: F.adaptive_avg_pool2d(x, (2, 3)), (image,))],
+    "UpsampleNearest2D": [(lambda x: F.interpolate(x, scale_factor=2), (image,))],
+    "UpsampleBilinear2D": [
+        (lambda x: F.interpolate(x, (7, 6), mode="bilinear", align_corners=True), (image,)),
+    ],
+    "LeakyRelu": [(lambda x: F.leaky_relu(x, 0.3), (scores,))],
+    "Elu": [(F.elu, (scores,)), (F.selu, (scores,))],
+    "Hardtanh": [(F.hardtanh, (a,)), (lambda x: F.relu6(x * 4, inplace=True), (a,))],
+    "Hardswish": [(F.hardswish, (4 * scores,))],
+    "Hardsigmoid": [(F.hardsigmoid, (4 * scores,))],
+    "Softplus": [(F.softplus, (scores,))],
+    "LogSigmoid": [(F.logsigmoid, (scores,))],
     "Mm": [(torch.mm, (a, b)), (lambda x: torch.mm(x, b), (a,)), (lambda w: torch.mm(a, w), (b,))],
     "Bmm": [(lambda x, y: torch.bmm(x, y.mT), (batch, batch + 1))],
     "Mv": [(lambda x: torch.mv(a, x), (b[:, 0],)), (lambda x: torch.mv(near, x), (b[:, 0],))],
@@ -242,7 +323,12 @@ GIVEN_UP = {
     ("Add", 3): {"AddBackward0"},  # alpha
     ("Sub", 1): {"SubBackward0"},
     ("Addmm", 3): {"AddmmBackward0"},
-    ("Div", 3): {"DivBackward0"},  # to the divisor too
+    ("MseLoss", 2): {"MseLossBackward0"},  # to the target too
+    ("BinaryCrossEntropyWithLogits", 2): {"BinaryCrossEntropyWithLogitsBackward0"},
+    ("Cumsum", 1): {"CumsumBackward0"},  # to another dtype
+    ("MaskedFill", 2): {"MaskedFillBackward1"},
+    ("Abs", 1): {"AbsBackward0", "ViewAsComplexBackward0"},  # of complex numbers
+    ("LinalgVectorNorm", 2): {"LinalgVectorNormBackward0", "ViewAsComplexBackward0"},
 }
 """What rows leave to those who look inside."""
 
@@ -315,7 +401,8 @@ def test_a_row_gives_what_its_formula_gives(
             same(one[leaf], value)
 
 
-ROUNDED = {"Gelu", "Sigmoid", "Silu", "Sqrt", "Log", "EuclideanDist", "Logcumsumexp"}
+ROUNDED = {"Gelu", "Sigmoid", "Silu", "Sqrt", "Log", "Log1P", "EuclideanDist", "Logcumsumexp"}
+ROUNDED |= {"LinalgVectorNorm", "BinaryCrossEntropyWithLogits"}
 """What the node makes of ones, times the cotangent, may differ from what it makes of that by
 rounding."""
 
@@ -497,12 +584,13 @@ def test_sparse_factors_are_refused() -> None:
 def test_formulas_are_the_calls_that_pytorch_makes() -> None:
     """On every device, and with nothing done to the arguments before."""
     path = Path(torchgen.__file__).parent / "packaged" / "autograd" / "derivatives.yaml"
-    formulas = path.read_text().replace("_symint(", "(")
+    formulas = path.read_text().replace("_symint(", "(").replace("/* is_result */ ", "")
     words = {
         "g": "grad",
         "needed": "grad_input_mask",
         "dtype": "self.scalar_type()",
         "bias_sym_sizes_opt": "bias->sym_sizes()",
+        "self_sym_sizes": "self.sym_sizes()",
     }
     for names, operation, arguments in _CALLS:
         said = ", ".join(words.get(name, name) for name in arguments.split())

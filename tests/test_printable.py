@@ -20,6 +20,7 @@ from gradtrace.cli.app import app
 from gradtrace.errors import GradtraceError, UnknownName, caution
 from gradtrace.io import container
 from gradtrace.printable import HIDDEN, printable
+from gradtrace.runs.history import StepRecord
 from gradtrace.runs.writer import Writer
 from gradtrace.training.loggers import Loggers
 
@@ -78,7 +79,7 @@ def test_warnings_are_printable(name: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         caution(f"no view was kept: {name}", stacklevel=1)
-        Loggers([Bad()]).log(0, {})
+        Loggers([Bad()]).log(StepRecord(0, 1.0, None))
     assert len(told) == 2 and all(unprintable(str(each.message)) == [] for each in told)
     assert told[0].filename == __file__
 
@@ -150,6 +151,7 @@ COMMANDS = {
     "trace --json": ["trace", "evil.py:loss", "--json"],
     "path": ["trace", "evil.py:loss", "--path", "nothing"],
     "influence": ["influence", "evil.py:parts"],
+    "decompose": ["decompose", "evil.py:parts"],
     "check": ["check", "evil.py:pair"],
     "an error": ["trace", "evil.py:broken"],
     "no function": ["trace", "evil.py:@"],

@@ -31,7 +31,18 @@ PUBLIC = {
         "graph",
         "influence",
     ),
-    *("label", "load", "plans", "program", "semirings", "testing", "timing", "trace", "watch"),
+    *(
+        "label",
+        "load",
+        "load_incident",
+        "plans",
+        "program",
+        "semirings",
+        "testing",
+        "timing",
+        "trace",
+        "watch",
+    ),
 }
 
 LAYERS: tuple[set[str], ...] = (
@@ -46,7 +57,9 @@ LAYERS: tuple[set[str], ...] = (
     {"graphs", "runs"},
     {"report"},
     {"trace"},
+    {"attribution"},
     {"session"},
+    {"diagnosis"},
     {"api", "watch"},
     {"distributed", "tools"},
     {"training"},
@@ -80,12 +93,13 @@ INTERNALS = {
 TOLERATED = {
     "pytorch/module_calls": {"_backward_hooks"},
     "recording/record": {"_backward_hooks", "_sequence_nr"},
+    "recording/replay": {"_backward_hooks"},
+    "autodiff/graph_shape": {"_sequence_nr", "next_functions"},
     "tools/doctor": {"grad_fn", "register_prehook"},  # tried there
     "recording/formula": {"_sequence_nr"},
     "autodiff/backward": {"_backward_hooks", "_input_metadata", "_sequence_nr"},
     "pytorch/internals": INTERNALS,  # checked there
     "autodiff/hooks": {"_backward_hooks", "_get_sequence_nr", "hooks_dict_ref", "register_prehook"},
-    "watch": {"_get_sequence_nr"},
 }
 """Read elsewhere too, for speed: a call for each node costs as much as a small formula."""
 
@@ -328,7 +342,7 @@ LONGER = {"gradtrace/kernels/triton_contraction.py"}  # one kernel, which Triton
 
 
 def test_functions_and_classes_are_short() -> None:
-    """Functions have at most 45 lines of code, without their docstrings; classes 300 lines."""
+    """Without docstrings, functions have at most 45 lines of code and classes 270 lines."""
     root = Path(gradtrace.__file__).parent
     found = []
     for path in sorted(root.rglob("*.py")):
@@ -343,6 +357,8 @@ def test_functions_and_classes_are_short() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and _lines_of_code(lines, node, texts) > 45:
                 found.append(f"{name}: {node.name}")
-            if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 300:
-                found.append(f"{name}: {node.name}")
+            if isinstance(node, ast.ClassDef):
+                inside = set(range(node.lineno, (node.end_lineno or 0) + 1))
+                if len(inside - texts) > 270:
+                    found.append(f"{name}: {node.name}")
     assert found == []

@@ -25,6 +25,7 @@ from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.followed import follow_elements
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.moments import Moments
+from gradtrace.tracing.path_forest import PathProvenance
 from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.sampling import Drawn, drawn_variances, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
@@ -98,9 +99,10 @@ class Every:
             if tally.drawn is None:
                 unit = unit_of(gradients[torch.cat([*at.values()])])
                 tally.drawn = Drawn(sample, sum(self.sizes.values()), unit)
-            for value, some in at.items():
-                ids, gradient = found.number[some], gradients[some]
-                tally.add_some(value, pair, found.sets, ids, gradient, self.sizes[value])
+            whole = torch.cat([*at.values()])
+            paths = PathProvenance(found.sets, found.number[whole])
+            counts = {value: len(some) for value, some in at.items()}
+            tally.add_some(counts, pair, paths, gradients[whole], self.sizes)
         return tally.result(trace.rule, "count")
 
 
@@ -171,7 +173,7 @@ def test_the_error_of_a_share_by_hand() -> None:
         *(np.array([[x]]) for x in (t, t + a)),
         (np.array([[t]]), np.array([[t + a]])),
     )
-    assert [float(x) for x in found[0]] == pytest.approx([*variances, 10, rest * 10], rel=1e-6)
+    assert [float(x) for x in found[0]()] == pytest.approx([*variances, 10, rest * 10], rel=1e-6)
     moments = Moments.over([t], [t + a], found[0])
     # of a ratio: Σ (t - share·e)² = 10 · 0.4 · 0.6; z²/m for few units
     expected = sqrt(rest * n / (n - 1) * 10 * 0.4 * 0.6 / 10**2 * (1 + 1.96**2 / 10))

@@ -218,7 +218,7 @@ class Clock:
 
 
 def test_steps_over_budget_are_told_and_counted(tmp_path: Path) -> None:
-    """Traces take 30 s, steps 1 s: 3% pays for one in 1,000, and every=20 asks for fifty."""
+    """Traces take 30 s, steps 1 s: 1% pays for one in 3,000, and every=20 asks for fifty."""
     clock, model, file = Clock(), net(), tmp_path / "run.jsonl"
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -237,7 +237,7 @@ def test_steps_over_budget_are_told_and_counted(tmp_path: Path) -> None:
                     assert monitor.history.skipped == 3
     (one,) = said
     assert "step 20 was due (every=20)" in str(one.message)
-    assert "about one in 1,000 is affordable" in str(one.message)
+    assert "about one in 3,000 is affordable" in str(one.message)
     assert "budget=None traces every 20 steps" in str(one.message)
     found = history.read(file)
     assert found.steps == (0,) and found.skipped == 9

@@ -108,7 +108,8 @@ def test_a_budget_is_that_of_the_first_process(ended: Ended) -> None:
     found = read(ended, "budget")
     pairs = [table.pairs for table in found.influences if table is not None]
     assert found.steps[0] == 0 and pairs[0] == len(ended.codes)
-    assert sum(pairs) >= 2 * len(ended.codes)
+    # Messages may be late where the machine is busy: a step is then traced by some of them.
+    assert sum(pairs) >= 2 * len(ended.codes) and max(pairs[1:]) > 1
 
 
 def test_no_thread_is_left(ended: Ended) -> None:

@@ -707,6 +707,45 @@ def test_backward_inside_a_module() -> None:
     assert made_by(watch, loss, "CosBackward0") == [("inner", 0)]
 
 
+class Attending(nn.Module):
+    """Fused attention, or an LSTM, in a checkpoint."""
+
+    def __init__(self, recurrent: bool) -> None:
+        super().__init__()
+        self.inner: nn.Module = nn.LSTM(8, 8) if recurrent else nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _block(self, x: Tensor) -> Tensor:
+        if isinstance(self.inner, nn.LSTM):
+            return self.inner(x)[0]  # type: ignore[no-any-return]
+        parts = self.inner(x).view(2, 5, 2, 12).transpose(1, 2).chunk(3, -1)
+        heads = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return heads.transpose(1, 2).reshape(2, 5, 8)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_composed_kernels_are_composed_again_in_checkpoints(recurrent: bool) -> None:
+    """Also when the watch is closed, by a trace and by PyTorch's own pass."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attending(recurrent), Attending(recurrent)), torch.randn(2, 5, 8)
+    before = vars(torch.utils.checkpoint)["_CheckpointFrame"]
+    with gt.watch(model) as watch:
+        loss = model(x).square().mean()
+    assert vars(torch.utils.checkpoint)["_CheckpointFrame"] is before
+    trace = watch.trace(loss)
+    assert {row.name for row in trace.influence()} >= {"0.inner", "1.inner"}
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trace.gradients[name], parameter.grad)
+    composed = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(x).square().mean().backward()  # outside of a watch, by fused kernels
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, composed[name])
+
+
 def test_nested_checkpoints() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

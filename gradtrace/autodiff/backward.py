@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,24 +173,41 @@ def gradient(
     return state.leaves
 
 
+class BadGradient(NamedTuple):
+    """A node that gave a gradient which is not finite, and what it gave."""
+
+    node: Node
+    gradient: Tensor
+
+
+def first_bad_gradient(
+    loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch
+) -> tuple[BadGradient, ModuleCall] | None:
+    """The first operator, counted from the loss, that gives a gradient which is not finite, and the
+    module call that made it.
+    """
+    state = GradientWalk(loss, seed, name_table, watch)
+    found: list[tuple[BadGradient, ModuleCall]] = []
+
+    def visit(node: Node, edges: Edges) -> None:
+        if found or nodes.name_of(node) in nodes.REFUSED:
+            return
+        state.visit(node, edges)
+        for child, _ in edges:
+            for grad in state.adjoints.get(child, ()):
+                if not found and grad is not None and not bool(torch.isfinite(grad).all()):
+                    found.append((BadGradient(node, grad), state.place_of(node)))
+
+    with one_pass():
+        walk(loss, visit)
+    return found[0] if found else None
+
+
 def first_nonfinite(loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> str:
     """The first operator, counted from the loss, that gives a gradient which is not finite."""
     if name_table.sharded is not None:  # other ranks do not walk along
         return "an operator that was not looked for, since all ranks would have to"
-    state = GradientWalk(loss, seed, name_table, watch)
-    found: list[str] = []
-
-    def visit(node: Node, edges: Edges) -> None:
-        if not found:
-            state.visit(node, edges)
-            if any(
-                not bool(torch.isfinite(grad).all())
-                for child, slot in edges
-                for grad in state.adjoints.get(child, ())
-                if grad is not None
-            ):
-                found.append(name_table.describe(node, state.place_of(node)))
-
-    with one_pass():
-        walk(loss, visit)
-    return found[0] if found else "the last sum into a leaf"
+    found = first_bad_gradient(loss, seed, name_table, watch)
+    if found is None:
+        return "the last sum into a leaf"
+    return name_table.describe(found[0].node, found[1])

@@ -63,9 +63,17 @@ def _apply_label(tensor: Tensor, dim: int, names: Names) -> Tensor:
 def label(tensor: Tensor, dim: int, names: str | Iterable[str | None]) -> Tensor:
     """Name the slices of a tensor along ``dim``: ``out = tensor``, and the gradient likewise.
 
-    ``names`` holds one name for each slice, or is one word, to which numbers are appended. Slices
-    with the same name are a group, and ``None`` leaves a slice without a name. The result is a
-    copy, with or without gradients.
+    Slices with the same name are a group. ``gradtrace.ablate(model, "label:head 1")`` cuts the
+    slices of that name out.
+
+    Args:
+        tensor: Tensor to label.
+        dim: Dimension whose slices get names.
+        names: One name for each slice, None for a slice without one; or one word, to which numbers
+            are appended.
+
+    Returns:
+        A copy of the tensor, with or without gradients, to go on with.
 
     >>> import torch
     >>> q = torch.ones(2, 3, requires_grad=True)
@@ -76,8 +84,6 @@ def label(tensor: Tensor, dim: int, names: str | Iterable[str | None]) -> Tensor
     True
     >>> labels_of(label(q, 0, ["first", None]).grad_fn)
     (0, ('first', None))
-
-    ``gradtrace.ablate(model, "label:head 1")`` cuts the slices of that name out.
     """
     dim = _checked_dim(tensor, dim)
     found = _checked_names(names, int(tensor.shape[dim]), dim)

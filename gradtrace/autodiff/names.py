@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -167,6 +168,15 @@ def placed(error: GradtraceError, where: str) -> GradtraceError:
     """The same error, with where it occurred at the start of its message."""
     text = str(error)
     return error if where in text else type(error)(f"{where}: {text}")
+
+
+@contextmanager
+def placing(where: str) -> Iterator[None]:
+    """Within, errors get ``where`` at the start of their message."""
+    try:
+        yield
+    except GradtraceError as error:
+        raise placed(error, where) from error
 
 
 class Gradients(dict[str, Tensor]):

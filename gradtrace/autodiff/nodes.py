@@ -72,9 +72,33 @@ def sequence_of(node: Node) -> int | None:
     return None if type(node) is ACCUMULATE else int(node._sequence_nr())
 
 
+def next_sequence() -> int:
+    """The sequence number of the next node that this thread makes."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def maker_of(tensor: Tensor) -> Node | None:
+    """The node that made a tensor; None if there is none."""
+    return tensor.grad_fn
+
+
+def saved_at(node: Node, index: Sequence[int], shape: Shape) -> list[str]:
+    """The tensors that an operator saved, at one element of its argument: ``result = 0``. Those of
+    another shape are left out.
+    """
+    found = []
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            saved = getattr(node, name)
+            if isinstance(saved, Tensor) and tuple(saved.shape) == tuple(shape):
+                kind = str(saved.dtype).removeprefix("torch.")
+                found.append(f"{name[7:]} = {float(saved[tuple(index)]):.6g} ({kind})")
+    return found
+
+
 def annotate(tensor: Tensor, key: object, value: str) -> None:
     """Add (key, value) to the metadata of the node that made a tensor, if there is one."""
-    node: Node | None = tensor.grad_fn
+    node = maker_of(tensor)
     if node is not None:
         node.metadata.setdefault(METADATA_KEY, []).append((key, value))
 

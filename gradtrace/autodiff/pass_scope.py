@@ -62,8 +62,17 @@ def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
     tuple in its metadata, which is released after its edges. This does not extend the lifetime of
     the children, since the node's edges refer to them anyway.
     """
+    for node, children in far_children(nodes, edges).items():
+        node.metadata[KEEPER] = children
+
+
+def far_children(
+    nodes: Sequence[Node], edges: Mapping[Node, Edges]
+) -> dict[Node, tuple[Node, ...]]:
+    """The nodes that ``limit_recursion`` lets hold some of their children, and these."""
+    found: dict[Node, tuple[Node, ...]] = {}
     if len(nodes) <= 2 * FREE_SPAN_NODES:
-        return
+        return found
     heights: dict[Node | None, int] = {None: -1}  # length of the longest path to a leaf
     for node in reversed(nodes):
         height = -1
@@ -78,7 +87,8 @@ def limit_recursion(nodes: Sequence[Node], edges: Mapping[Node, Edges]) -> None:
                 [n for n, _ in edges.get(node, ()) if FREE_SPAN_NODES <= heights.get(n, 0) < start]
             )
             if far:
-                node.metadata[KEEPER] = far
+                found[node] = far
+    return found
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 Each model trains for so many seconds with the default settings, and as many steps without. Told
 are a step, the share that the Monitor measured of itself and kept to, the share that a clock
-beside both runs finds, its first trace, a later one, and what an untraced step pays. Seconds are
-those of the processor, which other programs disturb least: run it with OMP_NUM_THREADS=1.
+beside both runs finds, its first trace, a later one, what an untraced step pays, and what it pays
+with both triggers, none of which fires. Seconds are those of the processor, which other programs
+disturb least: run it with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -104,7 +105,37 @@ def measured(make: Callable[[], tuple[nn.Module, Loss]], seconds: float) -> tupl
         cost.share,
         sum(watched) / sum(plain) - 1,
         1e6 * idle(),
+        1e6 * triggered(model, loss_of),
     )
+
+
+def triggered(model: nn.Module, loss_of: Loss, steps: int = 200) -> float:
+    """Seconds that an untraced step pays with both triggers: what is kept at the model's call, the
+    look at the loss, and that at gradients before the optimiser moves.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    took = 0.0
+    with Monitor(model, trigger=("spike", "nonfinite"), view=False) as monitor:
+        looks = monitor._triggers
+        assert looks is not None
+        for step in range(steps + 1):
+            loss = loss_of(model)
+            looks._keeper.take()
+            begun = process_time()
+            looks._keeper.leave(looks._keeper.enter(model, (), {}), None)
+            if not step:  # which is traced, and not counted
+                monitor.step(loss)
+                monitor._schedule.due = 1 << 40
+                monitor._decide_next()
+                continue
+            monitor.step(loss)
+            took += process_time() - begun
+            torch.autograd.backward(loss)
+            begun = process_time()
+            looks.before_optimiser(optimizer)
+            took += process_time() - begun
+            optimizer.zero_grad()
+    return took / steps
 
 
 def idle(steps: int = 20_000) -> float:
@@ -140,6 +171,7 @@ def main(seconds: float) -> None:
         TextColumn("own share", "share"),
         TextColumn("by the clock", "share"),
         TextColumn("untraced, µs", "number"),
+        TextColumn("with triggers, µs", "number"),
     )
     title = f"Monitor, {seconds:g} s each, {torch.get_num_threads()} threads"
     for make in MODELS:

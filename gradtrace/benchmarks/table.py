@@ -21,6 +21,7 @@ SECTIONS = {
     "peak": "memory.peak_memory",
     "depth": "scaling.depth",
     "size": "scaling.size",
+    "growth": "growth.growth",
     "gradient": "passes.gradient",
     "large": "passes.large_graphs",
     "repeated": "passes.repeated",
@@ -30,6 +31,7 @@ SECTIONS = {
     "gpu-measures": "measures.gpu_measures",
     "gpu-tokens": "gpu.over_tokens",
     "gpu-width": "gpu.over_width",
+    "gpu-growth": "growth.gpu_growth",
 }
 
 ELSEWHERE = frozenset(name for name in SECTIONS if name.startswith("gpu-"))

@@ -1,18 +1,36 @@
-"""The command line: ``gradtrace demo | trace | influence | report | check | experiment | ...``.
+"""The command line: ``gradtrace demo | diagnose | trace | influence | decompose | ...``.
 
 Results go to stdout, progress, remarks and errors to stderr. ``codes`` lists the exit codes. These
 modules import nothing heavy at load time, so that help and shell completion are fast: importing
 PyTorch alone takes seconds.
 """
 
-from gradtrace.cli import bench, check, demo, doctor, experiment, influence, ops, report, trace
+from gradtrace.cli import (
+    attribute,
+    bench,
+    check,
+    conflicts,
+    decompose,
+    demo,
+    diagnose,
+    doctor,
+    experiment,
+    influence,
+    ops,
+    report,
+    trace,
+)
 from gradtrace.cli.app import app, main
 
 __all__ = [
     "app",
+    "attribute",
     "bench",
     "check",
+    "conflicts",
+    "decompose",
     "demo",
+    "diagnose",
     "doctor",
     "experiment",
     "influence",

@@ -22,7 +22,21 @@ from gradtrace.errors import GradtraceError
 from gradtrace.printable import printable
 
 DEBUG = "--debug"
-ORDER = ("demo", "trace", "influence", "report", "check", "experiment", "bench", "ops", "doctor")
+ORDER = (
+    "demo",
+    "diagnose",
+    "conflicts",
+    "attribute",
+    "trace",
+    "influence",
+    "decompose",
+    "report",
+    "check",
+    "experiment",
+    "bench",
+    "ops",
+    "doctor",
+)
 """The order of commands in the help."""
 
 PACKAGE = str(Path(gradtrace.__file__).parent)
@@ -129,7 +143,7 @@ def options(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """See which way gradient flows through a PyTorch model."""
+    """Shows which modules the gradient flows through in a PyTorch model."""
 
 
 # Entry point and exit ----------------------------------------------------------------------------

@@ -6,8 +6,8 @@ FAILED, WRONG, BUG, INTERRUPTED, UNREAD = 1, 2, 3, 130, 141
 
 MEANING = {
     0: "all is well",
-    FAILED: "a check failed: a wrong gradient, an experiment or benchmark that did not run",
-    WRONG: "something is wrong with the question: an option, a file, the script itself",
+    FAILED: "a check failed: a wrong gradient, a finding, an experiment that did not run",
+    WRONG: "usage error: an option, a file, the script itself",
     BUG: "a bug in gradtrace",
     INTERRUPTED: "stopped by Ctrl-C",
     UNREAD: "whoever read the output has gone, as in gradtrace ops | head",

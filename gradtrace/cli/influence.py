@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from typer import Exit, Option
 
@@ -25,8 +25,13 @@ if TYPE_CHECKING:
     from gradtrace.tracing import components as component_names
     from gradtrace.tracing.influence import Influence
 
+Table = TypeVar("Table")
+
 DEFAULT_TOP = 20
-KINDS = ("modules", "classes", "operators", "labels", "arguments")
+KINDS = (
+    *("modules", "classes", "operators", "labels", "arguments"),
+    *("heads", "experts", "layers", "steps"),
+)
 RETURNS = "return (model, loss_fn, loader), where loss_fn(model, batch) gives a loss"
 
 
@@ -63,7 +68,15 @@ Weight = Annotated[
     Literal["count", "gradient"],
     Option(help="Count every element as one, or with its |gradient|."),
 ]
+Sample = Annotated[
+    int | None,
+    Option(help="Measure influence on so many elements only, drawn at random.", min=1),
+]
+Seed = Annotated[int, Option(help="For the sample.")]
 Top = Annotated[int | None, Option(help="Show so many components, those that tell most.", min=1)]
+Journal = Annotated[
+    Path | None, Option(help="Keep what is counted in this file; a run that finds it goes on.")
+]
 PartsFunction = Annotated[
     str,
     script_function(
@@ -76,6 +89,7 @@ PartsFunction = Annotated[
 @app.command(
     epilog=examples(
         "gradtrace influence train.py:parts --components 'encoder.*' --journal run.gradtrace",
+        "gradtrace influence train.py:parts --sample 10000",
         "torchrun --nproc-per-node=4 -m gradtrace influence train.py:parts --json -- tiny 3",
         "where train.py has: def parts(size='base', layers='2'): ... "
         "return model, lambda model, batch: model(**batch).loss, loader",
@@ -89,11 +103,10 @@ def influence(
     components: Components = None,
     weight: Weight = "count",
     of: Of = None,
+    sample: Sample = None,
+    seed: Seed = 0,
     top: Top = None,
-    journal: Annotated[
-        Path | None,
-        Option(help="Keep what is counted in this file; a run that finds it goes on."),
-    ] = None,
+    journal: Journal = None,
     as_json: Json = False,
 ) -> None:
     """Measure influence over a data set; under torchrun, many processes do it together."""
@@ -104,26 +117,33 @@ def influence(
         "rule": rule,
         "granularity": granularity,
         "checkpoint": journal,
+        "sample": sample,
+        "seed": seed,
     }
-    table, spoken = _measured(Target.of(target, args), options)
+    from gradtrace.distributed import dataset_influence
+
+    table, spoken = over_data(Target.of(target, args), dataset_influence.influence, options)
     if spoken and as_json:
-        write_json(
-            {
-                "rule": table.rule,
-                "granularity": granularity,
-                "weight": table.weight,
-                "pairs": table.pairs,
-                "influence": rows(table, top),
-                "notes": list(table.notes),
-                "interrupted": table.interrupted,
-                "journal": None if journal is None else str(journal),
-            }
-        )
+        file = None if journal is None else str(journal)
+        write_json({**_data(table, granularity, top), "journal": file})
     elif spoken:
         write_influence(table, top)
         if table.interrupted:
             write("Stopped before all batches were counted")
     raise Exit(INTERRUPTED if table.interrupted else 0)
+
+
+def _data(table: Influence, granularity: str, top: int | None) -> dict[str, Any]:
+    """The table for ``--json``."""
+    return {
+        "rule": table.rule,
+        "granularity": granularity,
+        "weight": table.weight,
+        "pairs": table.pairs,
+        "influence": rows(table, top),
+        "notes": list(table.notes),
+        "interrupted": table.interrupted,
+    }
 
 
 def parsed(given: Sequence[str]) -> component_names.Components:
@@ -164,14 +184,15 @@ def rows(found: Influence, top: int | None) -> list[dict[str, Any]]:
 # Measuring ---------------------------------------------------------------------------------------
 
 
-def _measured(target: Target, options: dict[str, Any]) -> tuple[Influence, bool]:
+def over_data(
+    target: Target, measure: Callable[..., Table], options: dict[str, Any]
+) -> tuple[Table, bool]:
     """Run the script's function and measure the model that it returned: the table, and whether this
     process prints it.
 
     Under torchrun the process group is initialised first, so that the script may wrap its model. An
     error that all ranks share is printed by rank 0; if rank 0 is gone, by the others.
     """
-    from gradtrace.distributed import dataset_influence
     from gradtrace.distributed.process_group import joined, launched
 
     with launched() as rank, _sigterm_as_failure():
@@ -181,7 +202,7 @@ def _measured(target: Target, options: dict[str, Any]) -> tuple[Influence, bool]
                     script = stack.enter_context(target.running())
                     parts = _parts(target.call(script), target.name)
                     ranks.meet({}, lambda said: None)
-                return dataset_influence.influence(*parts, **options), rank == 0
+                return measure(*parts, **options), rank == 0
         except RankFailed as error:
             if rank == 0 or str(error).startswith("rank 0 ended"):
                 raise

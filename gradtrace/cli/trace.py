@@ -15,6 +15,8 @@ from gradtrace.cli.influence import (
     Granularity,
     Of,
     Rule,
+    Sample,
+    Seed,
     Top,
     Weight,
     parsed,
@@ -54,10 +56,6 @@ LossFunction = Annotated[
         "with the model, modules have the names that it has for them."
     ),
 ]
-Sample = Annotated[
-    int | None,
-    Option(help="Measure influence on so many elements only, drawn at random.", min=1),
-]
 Elements = Annotated[
     list[str] | None,
     Option(
@@ -91,7 +89,7 @@ def trace(
     weight: Weight = "count",
     of: Of = None,
     sample: Sample = None,
-    seed: Annotated[int, Option(help="For the sample.")] = 0,
+    seed: Seed = 0,
     top: Top = None,
     path: Elements = None,
     measure: Measured = None,
@@ -109,7 +107,8 @@ def trace(
     more = checked(measure or ())
     wanted = Target.of(target, args)
     with working(f"running {wanted.name}") as work, uncompiled(), wanted.running() as script:
-        loss, watched = _watched_loss(lambda: wanted.call(script), wanted.name, vars(script))
+        kept = out is not None or report is not None  # what is wrong stands first there
+        loss, watched = watched_loss(lambda: wanted.call(script), wanted.name, vars(script), kept)
         work.begin("tracing")
         traced = watched.trace(loss, rule=rule, granularity=granularity)
         paths = [_path(traced, *each) for each in elements]  # first: a typo is reported early
@@ -180,39 +179,70 @@ def element(text: str) -> tuple[str, tuple[int, ...] | None]:
 # The function's return value ---------------------------------------------------------------------
 
 
-def _watched_loss(
-    call: Callable[[], Any], name: str, known: Mapping[str, Any]
-) -> tuple[Tensor, watch]:
-    """Call the function while watching all modules: the loss, and the watch that saw it."""
+def watched_loss(
+    call: Callable[[], Any],
+    name: str,
+    known: Mapping[str, Any],
+    diagnose: bool = False,
+    numbers: bool = False,
+) -> tuple[Any, watch]:
+    """Call the function while watching all modules: the loss, and the watch that saw it.
+
+    With ``numbers`` the loss may be a float: all that is asked is what is wrong with it.
+    """
+
+    def read(value: Any) -> Any:
+        return value if numbers and isinstance(value, float) else _loss(value)
+
+    return watched_call(call, name, known, read, RETURNS, diagnose=diagnose)
+
+
+def watched_call(
+    call: Callable[[], Any],
+    name: str,
+    known: Mapping[str, Any],
+    read: Callable[[Any], Any],
+    returns: str,
+    *,
+    whole: Callable[[Any], Any] = lambda loss: loss,
+    diagnose: bool = False,
+) -> tuple[Any, watch]:
+    """Call a function while watching all modules: what ``read`` finds in the value that it returns
+    (None: nothing), and the watch. ``whole`` makes one loss of it, ``returns`` is what to return.
+    """
     from gradtrace.tools.discovery import Discovery
     from gradtrace.tools.loss_evaluator import takes_model
     from gradtrace.watch import watch
 
-    with Discovery() as discovery:
+    with Discovery(diagnose=diagnose) as discovery:
         returned = call()
-    model, rest = _parted(returned, name)
-    if (loss := _loss(rest)) is not None:
-        discovery.resolve_names(loss, model, known)
-        return loss, discovery
+    model, rest = _parted(returned, name, read, returns)
+    if (found := read(rest)) is not None:
+        discovery.resolve_names(whole(found), model, known)
+        return found, discovery
     if model is None or not callable(rest):
-        raise GradtraceError(f"{name} returned {kind_of(returned)}; {RETURNS}")
-    with watch(model) as watched:
-        found = rest(model) if takes_model(rest) else rest()
-    if (loss := _loss(found)) is None:
-        raise GradtraceError(f"the loss_fn that {name} returned gave {kind_of(found)}, not a loss")
-    return loss, watched
+        raise GradtraceError(f"{name} returned {kind_of(returned)}; {returns}")
+    with watch(model, diagnose=diagnose) as watched:
+        later = rest(model) if takes_model(rest) else rest()
+    if (found := read(later)) is None:
+        raise GradtraceError(
+            f"the loss_fn that {name} returned gave {kind_of(later)}, not a loss; {returns}"
+        )
+    return found, watched
 
 
-def _parted(returned: Any, name: str) -> tuple[nn.Module | None, Any]:
+def _parted(
+    returned: Any, name: str, read: Callable[[Any], Any], returns: str
+) -> tuple[nn.Module | None, Any]:
     """Split a return value into the model, if there is one, and the rest."""
     from torch import nn
 
-    if not isinstance(returned, (tuple, list)) or _loss(returned) is not None:
+    if not isinstance(returned, (tuple, list)) or read(returned) is not None:
         return None, returned
     models = [part for part in returned if isinstance(part, nn.Module)]
     rest = [part for part in returned if not isinstance(part, nn.Module)]
     if len(models) != 1 or len(rest) != 1:
-        raise GradtraceError(f"{name} returned {kind_of(returned)}; {RETURNS}")
+        raise GradtraceError(f"{name} returned {kind_of(returned)}; {returns}")
     return models[0], rest[0]
 
 

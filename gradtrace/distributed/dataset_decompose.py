@@ -28,9 +28,24 @@ def decompose(
 ) -> Decomposition:
     """The gradient through each component, ``trace.decompose``, over a data set.
 
-    ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each sample. Each counts
-    as a pair: shares are ``Σ ⟨g_C, g⟩ / Σ ⟨g, g⟩`` over pairs, with standard errors. Sums are kept,
-    no gradients. Checkpoints, Ctrl-C, progress and ranks are as for ``gradtrace.influence``.
+    Each loss counts as a pair: shares are ``Σ ⟨g_C, g⟩ / Σ ⟨g, g⟩`` over pairs, with standard
+    errors. Sums are kept, no gradients. Checkpoints, Ctrl-C, progress and ranks are as for
+    ``gradtrace.influence``.
+
+    Args:
+        model: The model; it, its mode and its gradients are not changed.
+        loss_fn: ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each
+            sample.
+        loader: Batches.
+        components: Modules, groups or kinds of parts, as for ``Trace.influence``.
+        checkpoint: File to write to after every batch; a run that finds it continues.
+        progress: Whether to show a progress bar; by default on a terminal.
+        group: Process group whose ranks share the batches; False is this process alone.
+        sharded: Whether the loader gives each rank its own part, as one with a DistributedSampler
+            does.
+
+    Returns:
+        Shares with standard errors; ``interrupted`` says whether it was stopped with Ctrl-C.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)

@@ -70,13 +70,8 @@ def influence(
 ) -> Influence:
     """The influence of a model's components over a data set.
 
-    ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each sample; each counts
-    as a pair, and the table has the standard error of every share over pairs. Batches are traced
-    one after the other and only counts are kept. The model, its mode and its gradients are not
-    changed. ``of`` and ``index`` are as in ``Trace.influence``: the influence on some parameters
-    alone, or on one element, over all pairs. The table says what part of the gradient its paths
-    carry (``table.coverage``), from a sample of the first batches (of a vector, one of its losses),
-    unless ``coverage=False``.
+    Each loss counts as a pair, and the table has the standard error of every share over pairs.
+    Batches are traced one after the other and only counts are kept.
 
     With ``sample`` only the paths of that many random elements are followed, of others for every
     pair, drawn with ``seed``. What differs between pairs then includes the error of their samples,
@@ -86,17 +81,38 @@ def influence(
     the file continues with the batches that are not in it. The file identifies the weights, the
     code of ``loss_fn``, the settings and the data of each batch: if one differs, an error is raised
     and the file is not changed. So the loader must give the same batches again, in any order.
-    Ctrl-C ends the run with the counts so far (``result.interrupted``). ``progress`` turns the
-    progress bar on or off; by default it is shown on a terminal.
+    Ctrl-C ends the run with the counts so far (``result.interrupted``).
 
     Where ``torch.distributed`` is initialised, all ranks call this: each traces every n-th batch of
     a loader that is the same on all of them, and each gets the table of all batches, with exactly
-    the counts of a single process. ``group`` is another process group, or False for this process
-    alone. A loader with a DistributedSampler, or any other with ``sharded=True``, gives each rank
-    its own part. If a rank fails, all do (RankFailed), and a run with the same ``checkpoint``
-    continues, with any number of ranks. DistributedDataParallel and ``fully_shard`` are unwrapped
-    for the duration; the ranks of a tensor-parallel model trace all batches together. See
-    docs/distributed.md.
+    the counts of a single process. If a rank fails, all do (RankFailed), and a run with the same
+    ``checkpoint`` continues, with any number of ranks. DistributedDataParallel and ``fully_shard``
+    are unwrapped for the duration; the ranks of a tensor-parallel model trace all batches together.
+    See docs/distributed.md.
+
+    Args:
+        model: The model; it, its mode and its gradients are not changed.
+        loss_fn: ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each
+            sample.
+        loader: Batches.
+        components: Modules, groups or kinds of parts, as for ``Trace.influence``.
+        weight: ``"count"``: every element counts 1; ``"gradient"``: its |gradient|.
+        of: Leaves to trace alone, as for ``Trace.influence``.
+        index: Of one element of that leaf.
+        sample: Follow the paths of that many random elements only, of others for every pair.
+        seed: Draws the same elements for the same number, on every device.
+        rule: ``"greedy"``, ``"edge"`` or ``"viterbi"``.
+        granularity: ``"scalar"`` follows elements, ``"operator"`` whole tensors.
+        checkpoint: File to write to after every batch; a run that finds it continues.
+        progress: Whether to show a progress bar; by default on a terminal.
+        group: Process group whose ranks share the batches; False is this process alone.
+        sharded: Whether the loader gives each rank its own part, as one with a DistributedSampler
+            does.
+        coverage: Whether to measure what part of the gradient paths carry, from a sample of the
+            first batches (of a vector, one of its losses).
+
+    Returns:
+        The table; ``interrupted`` says whether it was stopped with Ctrl-C.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)

@@ -206,7 +206,7 @@ class ProcessGroup:
                         self._fail(rank, text)
                 case {"gone": why}:
                     if rank not in self._ended:
-                        why = why or "ended without a word: it was killed, or its machine is gone"
+                        why = why or "exited unexpectedly: it was killed, or its machine is gone"
                         self._fail(rank, f"rank {rank} {why}")
                 case _:
                     self._said[rank].append(message)

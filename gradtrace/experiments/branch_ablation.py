@@ -52,6 +52,9 @@ from gradtrace.experiments.rivals import (
     stated,
     verdict,
 )
+from gradtrace.experiments.rivals import (
+    headline as verdicts,
+)
 from gradtrace.experiments.scores import Scores, scores
 from gradtrace.experiments.training import descent, moments, plain
 
@@ -70,6 +73,7 @@ FULL: dict[str, Any] = {
 QUICK: dict[str, Any] = FULL | {"steps": 100, "every": 5, "traced": 3, "pairs": 4}
 SEEDS = Seeds(quick=4, full=50)
 TIMED = False
+FIGURE = "correlation"
 
 ENDS = 10
 """Elements of inputs and of outputs, as in the chapter."""
@@ -180,6 +184,11 @@ def _generator(cell: Cell, *what: str) -> Generator:
 
 
 # What was found -----------------------------------------------------------------------------------
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    return verdicts(facts, WHAT)
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

@@ -66,6 +66,7 @@ QUICK = {"stacks": [2, 4, 8], "each": 2, "rounds": 5, "counted": 2_000, "drawn":
 FULL = {"stacks": [2, 4, 8, 16, 32], "each": 6, "rounds": 15, "counted": 20_000, "drawn": 3}
 SEEDS = Seeds(quick=12, full=100)
 TIMED = True
+FIGURE = "branches"
 
 TORCH, OWN, RECORDING, TRACING = "PyTorch", "own engine", "recording", "tracing"
 WAYS = (TORCH, OWN, RECORDING, TRACING)
@@ -249,6 +250,18 @@ class Line(NamedTuple):
     operators: float
     both: float
     ratio: float
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    which = {"the chapter's": "networks of the chapter's procedure", "larger": "larger ones"}
+    r2 = {where: facts["r2"].get(f"{name}: PyTorch") for name, where in which.items()}
+    said = " and ".join(f"{x:.0%} on {where}" for where, x in r2.items() if x is not None)
+    return (
+        f"Of the differences in PyTorch's time a straight line over size explains {said}."
+        if said
+        else "Too few networks were measured to fit a line of time over size."
+    )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

@@ -44,6 +44,7 @@ FULL: dict[str, Any] = {
 }
 SEEDS = Seeds(quick=1, full=5)
 TIMED = True
+FIGURE = "differences-network"
 
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
@@ -55,6 +56,17 @@ def measure(cell: Cell, tick: Tick) -> Result:
     """Hand it to its part."""
     tick(" ".join(str(x) for x in cell.values()))
     return PARTS[cell["part"]].measure(cell, tick)
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    curves, costs = facts.get("differences", {}), facts.get("costs", {})
+    bowls = sum(curve["u"] for curve in curves.values())
+    parts = [f"{bowls} of {len(curves)} curves of error over step are U-shaped"] if curves else []
+    if check := costs.get("check"):
+        d = max(check, key=int)
+        parts.append(f"gt.check needs {check[d]:,} evaluations for {int(d):,} parameters")
+    return f"{'; '.join(parts) or 'Formulas alone were checked'}."
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

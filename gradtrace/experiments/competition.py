@@ -42,14 +42,25 @@ from torch import Generator, Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.contest import conclude
+from gradtrace.experiments.contest import conclude, headline
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.languages import LANGUAGES, UNSCORED, Batch, Task
 from gradtrace.experiments.scores import Scores, scores
 from gradtrace.experiments.text import digest, words
 from gradtrace.experiments.training import descent, moments, plain
 
-__all__ = ["FULL", "QUICK", "SEEDS", "TIMED", "cells", "compete", "conclude", "measure"]
+__all__ = [
+    "FIGURE",
+    "FULL",
+    "QUICK",
+    "SEEDS",
+    "TIMED",
+    "cells",
+    "compete",
+    "conclude",
+    "headline",
+    "measure",
+]
 
 Factory: TypeAlias = Callable[[int], nn.Module]
 """Makes a component from its width: (batch, time, width) to the same shape, or a tuple with that
@@ -90,6 +101,7 @@ QUICK: dict[str, Any] = FULL | {
 }
 SEEDS = Seeds(quick=1, full=10)
 TIMED = False
+FIGURE = "correlation"
 
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:

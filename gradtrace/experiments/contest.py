@@ -24,6 +24,9 @@ from gradtrace.experiments.rivals import (
     sentence,
     verdict,
 )
+from gradtrace.experiments.rivals import (
+    headline as verdicts,
+)
 
 HALF = 0.5
 """The target is set by what the full network reaches in this part of its budget."""
@@ -142,6 +145,11 @@ def trials(rows: Sequence[Row]) -> list[Trial]:
             curves = {removed: row.result["curve"] for removed, row in by.items()}
             found.append(Trial(task, seed, names, curves, full["scores"], full["zeroed"]))
     return found
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    return verdicts(facts, WHAT)
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

@@ -1,73 +1,34 @@
-"""The main job on embedded data, in one HTML file: an RNN, an LSTM and a GRU in competition, in a
-minute; then a first look at a graph, its gradient, a path and influence.
+"""The main job on embedded data, in one HTML file: a network in which three things were planted,
+what gradtrace finds of them, and the report to look around in; then the competition, briefly.
 """
 
 from __future__ import annotations
 
 import platform
-from collections import OrderedDict
 from collections.abc import Iterable
 from html import escape
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import gradtrace
+from gradtrace.diagnosis import Diagnosis, Reason
+from gradtrace.experiments import demo_network as network
 from gradtrace.experiments.harness.command import ExperimentOptions, run, sources
 from gradtrace.experiments.harness.page import html, section
 from gradtrace.experiments.harness.publishing import pictures
 from gradtrace.experiments.harness.results import write
 from gradtrace.experiments.harness.runner import Say
-from gradtrace.graphs.graph import Graph
 from gradtrace.trace import Trace
-from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.paths import Path as GradientPath
 
-SEED = 0
-
-
-def network() -> tuple[nn.Sequential, Tensor, Tensor]:
-    """``y = W₂ tanh(W₁ x + b₁) + b₂`` with a batch for it; the caller's random numbers stay."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(SEED)
-        layers = OrderedDict(hidden=nn.Linear(3, 4), squash=nn.Tanh(), output=nn.Linear(4, 2))
-        return nn.Sequential(layers), torch.randn(5, 3), torch.randn(5, 2)
-
-
-class Branches(nn.Module):
-    """Two branches and a way past them, all on one embedding, added up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(12, 6)
-        self.left = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-        self.right = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
-        self.output = nn.Linear(6, 4)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """Scores of four classes for each sample."""
-        x = self.embed(words).mean(1)
-        scores: Tensor = self.output(x + self.left(x) + self.right(x))
-        return scores
-
-
-def traced() -> Trace:
-    """The branches, traced on sixteen samples, each a pair of its own."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(SEED)
-        model, words = Branches(), torch.randint(0, 12, (16, 3))
-        classes = torch.randint(0, 4, (16,))
-    with gradtrace.watch(model) as watch:
-        loss = F.cross_entropy(model(words), classes, reduction="none")
-    return watch.trace(loss)
+VIEWS = [f"views.{name}" for name in network.VIEWS]
+REASONS = {"cut off": Reason.DETACHED, "never chosen": Reason.NO_SAMPLES}
+"""What a parameter without gradient says of what was planted."""
 
 
 def demo(path: str | Path, say: Say = print) -> dict[str, Any]:
-    """Run the quick competition and the first look, write the report; say what was found.
+    """Look for what was planted, run the quick competition, write the report; say what was found.
 
     The competition's rows lie in a folder beside the report: a demo that was stopped goes on.
     """
@@ -82,57 +43,73 @@ def demo(path: str | Path, say: Say = print) -> dict[str, Any]:
 
 
 class Look(NamedTuple):
-    """What was found of the small networks, and what can be drawn of it."""
+    """What was found in the network, and what can be drawn of it."""
 
     found: dict[str, Any]
-    graph: Graph
     trace: Trace
-    branches: Influence
-    best: GradientPath
+    diagnosis: Diagnosis
 
 
 def look() -> Look:
-    """Trace the small networks, and compare the gradient with PyTorch's.
+    """Train the planted network a little, and ask where its gradient goes.
 
-    ``scalar_vertices`` is |V'|, ``scalar_edges`` |E'|: the graph of single numbers that the
-    operators stand for.
+    The caller's random numbers stay as they are.
     """
-    model, x, y = network()
-    with gradtrace.watch(model) as watch:
-        loss = F.mse_loss(model(x), y)
-    graph = watch.graph(loss)
-    trace = traced()
-    branches = trace.influence(["left", "right", "output"])
-    best = trace.paths("embed.weight", k=1)[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(network.SEED)
+        model = network.Classifier()
+    generator = torch.Generator().manual_seed(network.SEED)
+    untrained = through_views(model, network.draw(generator))
+    network.train(model, generator)
+    sample = network.draw(generator)
+    with gradtrace.watch(model, diagnose=True) as watch:
+        loss = network.loss_of(model, sample)
+    diagnosis = watch.diagnose(loss)
+    trace = watch.trace(loss)
+    shares = trace.decompose(VIEWS).shares
     found = {
         "loss": float(loss.detach()),
-        "operators": len(graph),
-        "edges": sum(edge.producer is not None for edge in graph.edges),
-        "scalar_vertices": graph.scalar_vertices,
-        "scalar_edges": graph.scalar_edges,
-        "gradients": compare(model, loss, watch.backward(loss)),
-        "influence": branches.shares,
-        "path": {"weight": best.weight, "gradient": best.gradient, "modules": best.modules},
-        "flow": trace.flow().verdict,
+        "planted": judged(shares, untrained, diagnosis),
+        "shares": {"untrained": untrained, "trained": shares},
+        "diagnosis": diagnosis.to_dict(),
         "versions": versions(),
     }
-    return Look(found, graph, trace, branches, best)
+    return Look(found, trace, diagnosis)
 
 
-def compare(model: nn.Module, loss: Tensor, ours: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """For each parameter, the size of both gradients and the largest difference of an element."""
-    names, parameters = zip(*model.named_parameters())
-    theirs = torch.autograd.grad(loss, parameters, retain_graph=True)
-    return [
-        {
-            "parameter": name,
-            "shape": list(other.shape),
-            "ours": float(ours[name].norm()),
-            "pytorch": float(other.norm()),
-            "difference": float((ours[name] - other).norm(inf)),
-        }
-        for name, other in zip(names, theirs)
-    ]
+def through_views(model: network.Classifier, sample: network.Sample) -> dict[str, float]:
+    """Of the embedding's gradient, the part that comes through each view."""
+    with gradtrace.watch(model) as watch:
+        loss = network.loss_of(model, sample)
+    return watch.trace(loss).decompose(VIEWS).shares
+
+
+def judged(
+    shares: dict[str, float], untrained: dict[str, float], diagnosis: Diagnosis
+) -> list[dict[str, Any]]:
+    """For each thing that was planted, the module that it lies in, the one that was found, and
+    what was seen there. What was planted is not looked at before something was found.
+    """
+    best = max(shares, key=lambda name: shares[name])
+    answers = {
+        "answer": (
+            best,
+            f"{shares[best]:.0%} of the embedding's gradient comes through it "
+            f"({untrained[best]:.0%} before training)",
+        )
+    }
+    for silent in diagnosis.silent:
+        for what, reason in REASONS.items():
+            if silent.reason == reason:
+                answers.setdefault(what, (silent.module, f"{reason}: {silent.line}"))
+    rows = []
+    for what, module in network.PLANTED.items():
+        found, evidence = answers.get(what, ("", "nothing was found"))
+        right = found == module or found.startswith(f"{module}.")
+        rows.append(
+            {"what": what, "planted": module, "found": found, "right": right, "seen": evidence}
+        )
+    return rows
 
 
 def versions() -> dict[str, str]:
@@ -144,85 +121,79 @@ def versions() -> dict[str, str]:
     }
 
 
-def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The counts, in words."""
-    return [
-        ("operators", f"{found['operators']:,}"),
-        ("edges", f"{found['edges']:,}"),
-        ("scalars |V'|", f"{found['scalar_vertices']:,}"),
-        ("scalar edges |E'|", f"{found['scalar_edges']:,}"),
-        ("loss", f"{found['loss']:.6f}"),
-    ]
+QUESTIONS = {
+    "answer": "Which of four equal views of the text lets the network solve its task?",
+    "cut off": "Which module never learns, as a detach cuts it off?",
+    "never chosen": "Which expert never gets a sample?",
+}
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The gradients as text under a header."""
-    header = ("parameter", "shape", "|gradient|", "PyTorch's", "largest difference")
+    """What was planted and what was found, as text under a header."""
+    header = ("question", "planted", "found", "seen")
     return [
         header,
         *(
-            (
-                row["parameter"],
-                "×".join(map(str, row["shape"])),
-                f"{row['ours']:.6f}",
-                f"{row['pytorch']:.6f}",
-                f"{row['difference']:.2g}",
-            )
-            for row in found["gradients"]
+            (QUESTIONS[row["what"]], row["planted"], row["found"] or "not found", row["seen"])
+            for row in found["planted"]
         ),
     ]
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """How many were found."""
+    right = sum(row["right"] for row in found["planted"])
+    return f"gradtrace found {right} of the {len(found['planted'])} things that were planted."
 
 
 # The page ----------------------------------------------------------------------------------------
 
 CODE = """import gradtrace as gt
 
-with gt.watch(model) as watch:
+with gt.watch(model, diagnose=True) as watch:
     loss = loss_function(model(x), y)
 
-trace = watch.trace(loss)           # paths and influence
-trace.influence()                   # which modules the paths run through
-trace.path("layer.weight", (0, 0))  # one of them; .paths(sample=1000) for many
-trace.report("mine.html")           # all of it, to look at in a browser
-watch.graph(loss)                   # operators, edges, sizes; .draw("graph.svg")
-watch.backward(loss)                # {name: gradient}; .grad stays as it is"""
+print(watch.diagnose(loss))         # what does not learn, and why, with the line of code
+trace = watch.trace(loss)
+trace.decompose(["left", "right"])  # how much of the gradient comes through each, exactly
+trace.choices()                     # where paths divide, and how
+trace.path("layer.weight", (0, 0))  # the way of a single element
+trace.report("mine.html")           # all of it, to look at in a browser"""
+
+ABOUT = """A text has twelve words, and one of them tells its class. Four equal modules,
+<code>views.first</code> to <code>views.last</code>, see three words each; their outputs and that of
+<code>memory</code>, which sees the mean of all words, are added up, and a router hands the sum to
+one of three experts. It was trained for {steps} steps. Three things were planted in it, so the
+answers are known."""
 
 
 def page(found: dict[str, Any], first: Look, pictures: dict[str, bytes]) -> str:
-    """One file that needs no other: what was found, pictures, numbers, what to do next."""
+    """One file that needs no other: what was planted and found, the report, what to do next."""
     head, *rows = table(found)
     body = "".join(_row("td", cells) for cells in rows)
-    counts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts(found))
     told = escape(", ".join(f"{name} {value}" for name, value in found["versions"].items()))
     return html(
         [
-            "<h1>Three networks in competition: does influence tell which one is needed?</h1>",
-            section(found["competition"], pictures),
-            "<h1>A first look: a two-layer tanh network, traced</h1>",
-            "<p>Gradient flows from the loss at the top down to the parameters, along the edges of "
-            "this graph.</p>",
-            f"<dl>{counts}</dl>",
-            "<h2>The gradient, beside PyTorch's</h2>",
+            "<h1>Three things were planted in this network. Are they found?</h1>",
+            f'<p class="found">{escape(verdict(found))}</p>',
+            f"<p>{ABOUT.format(steps=network.STEPS)}</p>",
             _wide(f"<table>{_row('th', head)}{body}</table>"),
-            "<h2>The graph</h2>",
-            _wide(first.graph.draw()),
-            "<h2>Which way it came</h2>",
-            "<p>A second network: a tanh branch, a ReLU branch and a way past both, on one "
-            "embedding. Of the embedding's entries that get any gradient, this share have their "
-            "path through each branch:</p>",
-            _wide(first.branches._repr_html_()),
-            "<p>The largest path of the embedding in the first sample, from the parameter to the "
-            "loss:</p>",
-            _wide(first.best._repr_html_()),
-            f"<p>{escape(found['flow'])}</p>",
-            "<p>All of this network to look at: its modules, its graph, and the path of every "
-            "parameter element (Paths: pick a cell of the heat map). <code>trace.report</code> "
-            "writes it as a file of its own.</p>",
+            "<h2>The report of this network</h2>",
+            "<p>Its modules, its graph, where paths have a choice, and the path of every parameter "
+            "element (Paths: pick a cell of the heat map). <code>trace.report</code> writes it as "
+            "a file of its own.</p>",
             first.trace._repr_html_(),
-            "<h2>How to go on</h2>",
-            "<p>Do the same with a model of your own: run its forward pass inside "
-            "<code>watch</code> and ask.</p>",
+            "<h2>The diagnosis</h2>",
+            "<p>This is what <code>print(watch.diagnose(loss))</code> says:</p>",
+            _wide(f"<pre>{escape(str(first.diagnosis))}</pre>"),
+            "<h2>Your own model</h2>",
             _wide(f"<pre>{escape(CODE)}</pre>"),
+            "<h1>An RNN, an LSTM and a GRU in competition</h1>",
+            "<p>A question without a known answer: does influence predict which of three "
+            "components a network needs? This is the short form of an experiment, which shows how "
+            "one is run; it is too small to tell. What the full one found is in "
+            "<code>docs/experiments</code>.</p>",
+            section(found["competition"], pictures),
             f'<p class="note">{told}</p>',
         ],
         "gradtrace demo",

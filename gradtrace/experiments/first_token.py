@@ -55,6 +55,7 @@ QUICK = {"sequences": 10_000, "epochs": [10], "samples": 64, "traced": 16}
 FULL = {"sequences": 10_000, "epochs": [10, 30], "samples": 1000, "traced": 100}
 SEEDS = Seeds(quick=1, full=15)
 TIMED = False
+FIGURE = "operators"
 
 WORDS, LENGTH, HIDDEN, HEADS, BATCH, RATE = 20, 10, 16, 2, 128, 0.005
 BRANCHES = ("key", "query", "skip", "value")
@@ -341,6 +342,18 @@ def measure(cell: Cell, tick: Tick) -> Result:
 LEARNED = 0.95
 ORDER = ("key", "query", "skip", "value")
 THEIR_WORDS = {("first", "query"): 0.174, ("repeated", "key"): 0.269}
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    models, learned = facts["models"], facts["learned"]
+    if "claims" not in facts:
+        return f"{learned} of {models} models learned the task, so nothing can be said of paths."
+    held = facts["claims"]["operator"]
+    return (
+        f"In {held['key']} of {learned} models the key has the largest paths, as Du et al. say; "
+        f"their whole order, key > query > skip > value, is that of {held['order']}."
+    )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

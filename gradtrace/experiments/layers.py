@@ -53,6 +53,7 @@ QUICK = {"layers": [1, 10, 30, 100, 200, 300], "rounds": 3}
 FULL = {"layers": [1, *range(25, 1001, 25)], "rounds": 9}
 SEEDS = Seeds(quick=1, full=3)
 TIMED = True
+FIGURE = "times"
 
 INPUTS, UNITS, OUTPUTS = 10, 20, 15
 SCHEDULES = ("kahn", "creation", "recursive")
@@ -205,6 +206,15 @@ def _limit(calls: int) -> Iterator[None]:
 
 
 # All of them --------------------------------------------------------------------------------------
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    least = min(facts["r2"].values())
+    words = "linear" if least >= 0.99 else "not a plain line"
+    traced = facts["ratio"].get("influence")
+    beside = f", and an influence trace takes {traced:.1f} times as long" if traced else ""
+    return f"The time of a backward pass is {words} in depth (R² of at least {least:.3f}){beside}."
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

@@ -63,6 +63,7 @@ FULL = {
 }
 SEEDS = Seeds(quick=1, full=1)
 TIMED = False
+FIGURE = "memory-depth"
 
 FUNCTIONS: Mapping[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
@@ -268,6 +269,16 @@ def _passes(model: Deep, x: Tensor) -> dict[str, float]:
 
 
 # What came out -----------------------------------------------------------------------------------
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    whole = "exactly" if facts["activations_linear"] else "not exactly"
+    parted = "exactly" if facts["checkpointed_linear_in_parts"] else "not exactly"
+    return (
+        f"Activations are {whole} linear in depth, with checkpoints {parted} linear in its root, "
+        f"and their gradients differ by {facts['largest_difference']:.1g} at most."
+    )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

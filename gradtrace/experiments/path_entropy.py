@@ -57,6 +57,7 @@ FULL = {
 }
 SEEDS = Seeds(quick=2, full=20)
 TIMED = False
+FIGURE = "entropy-shifted"
 
 FEATURES, BATCH, RATE = 4, 32, 0.001
 PATHS = {"fused": 2, "plain": 3, "shifted": 6}  # from a hidden unit to the loss, by its writing
@@ -173,6 +174,17 @@ def measure(cell: Cell, tick: Tick) -> Result:
 
 
 # Concluding ---------------------------------------------------------------------------------------
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    found = facts["entropy"][THEIR_LOSS]
+    low, high = min(found, key=int), max(found, key=int)
+    words = "grows" if facts["grows trained"] else "does not always grow"
+    return (
+        f"Path entropy {words} with width: {found[low]:.2f} nats with {low} hidden units, "
+        f"{found[high]:.2f} with {high}."
+    )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

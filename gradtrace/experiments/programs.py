@@ -96,6 +96,7 @@ FULL: dict[str, Any] = {
 }
 SEEDS = Seeds(quick=1, full=5)
 TIMED = False
+FIGURE = "paths"
 
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
@@ -107,6 +108,17 @@ def measure(cell: Cell, tick: Tick) -> Result:
     """Hand it to its part."""
     tick(" ".join(str(x) for x in cell.values() if isinstance(x, str)))
     return PARTS[cell["part"]].measure(cell, tick)
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    parts = []
+    if worked := facts.get("worked"):
+        right = worked["values"] - len(worked["wrong"])
+        parts.append(f"{right} of {worked['values']} worked examples are reproduced")
+    if summed := facts.get("structures"):
+        parts.append(f"listed paths add up to the gradient within {summed['summed']:.0e}")
+    return f"{' and '.join(parts).capitalize() or 'What was asked for has no worked example'}."
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

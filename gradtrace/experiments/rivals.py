@@ -203,6 +203,27 @@ def sentence(networks: Networks, cost: str, what: str) -> str:
     )
 
 
+def headline(facts: Mapping[str, Any], what: str) -> str:
+    """The verdict on both rules in a sentence, and the best baseline.
+
+    >>> headline({"networks": 2, "correlations": {"samples": {}}}, "the cost")
+    '2 networks are too few to tell whether influence predicts the cost.'
+    """
+    found = {
+        name: Interval(*(nan if x is None else x for x in row))
+        for name, row in facts["correlations"]["samples"].items()
+    }
+    n = facts["networks"]
+    if n < FEWEST:
+        return f"{counted(n)} too few to tell whether influence predicts {what}."
+    rules = [stated(f"influence by {rule}", found[name], n) for rule, name in RULES.items()]
+    best = max(BASELINES, key=lambda name: found[name].value)
+    return (
+        f"Does influence predict {what}: {'; '.join(rules)}; the best baseline, {best}, has "
+        f"{found[best]}."
+    )
+
+
 def counted(networks: int) -> str:
     """How many there are.
 

@@ -68,6 +68,7 @@ FULL = {
 QUICK = {**FULL, "samples": 1_500, "epochs": 12, "hidden": 50}
 SEEDS = Seeds(quick=1, full=5)
 TIMED = True
+FIGURE = "batches"
 
 GROUPS = {
     "honest": ("torch", "kahn", "creation", "recursive"),
@@ -274,6 +275,18 @@ def _rounded(times: Sequence[float]) -> list[float]:
 
 
 # What came out ------------------------------------------------------------------------------------
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    engines = [name for name in facts["verdicts"] if name not in ("kept", "hooks")]
+    slow = [name for name in engines if facts["verdicts"][name] == "grows"]
+    most = max(facts["change"][name][0] for name in engines)
+    which = f"{len(slow)} of {len(engines)} engines" if slow else f"none of {len(engines)} engines"
+    return (
+        f"The time of a backward pass grows with {which} over {facts['batches']:,} batches "
+        f"(the largest change is {most:+.1%}; the source reports a factor of 1.6)."
+    )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

@@ -57,6 +57,7 @@ QUICK = {"words": 1_000, "units": 100, "steps": [10, 20, 40], "rounds": 3}
 FULL = {"words": 10_000, "units": 1_000, "steps": [*range(10, 101, 10)], "rounds": 3}
 SEEDS = Seeds(quick=1, full=3)
 TIMED = True
+FIGURE = "treebank-time"
 
 WORDS, UNITS = 10_000, 1_000
 """The chapter's model."""
@@ -258,6 +259,17 @@ class Point(NamedTuple):
     result: Result
     times: dict[str, float]
     memory: dict[str, float]
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    name, elements = next(iter(facts["parameters"].items()))
+    edges = facts["edges_of_a_step"]["PyTorch's operators"]
+    words = "exactly" if facts["edges_linear"] else "not exactly"
+    return (
+        f"The model ({name}) has {elements / 1e6:.1f} million parameters, a time step adds "
+        f"{edges / 1e6:.0f} million edges, and edges are {words} linear in the number of steps."
+    )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

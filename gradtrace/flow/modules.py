@@ -153,6 +153,7 @@ class Modules:
         ratios = [change.ratio for change in graph.repeated if change.first.module == module]
         if graph.along and graph.along.first.norm:
             start = graph.body[0].depth
-            body = [v for v in found.values if graph.depth[graph.takers[v]] >= start]
+            some = (v for v in found.values if graph.size[v].entries)
+            body = [v for v in some if graph.depth[graph.takers[v]] >= start]
             ratios += [self._norm(body) / graph.along.first.norm] if body else []
         return ratios

@@ -145,7 +145,14 @@ class Flow(Tabular):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Flow:
-        """The inverse of ``to_dict``."""
+        """The inverse of ``to_dict``.
+
+        Args:
+            data: What ``to_dict`` returned.
+
+        Returns:
+            The flow.
+        """
         return cls(
             tuple(Level(**_parsed(level)) for level in data["profile"]),
             tuple(ModuleFlow(**_parsed(row)) for row in data["rows"]),

@@ -77,11 +77,25 @@ class Graph:
         return consumers, producers
 
     def arguments(self, operator: Operator) -> list[Edge]:
-        """The edges to the operator's arguments, by position."""
+        """The edges to the operator's arguments, by position.
+
+        Args:
+            operator: One of ``operators``.
+
+        Returns:
+            The edges.
+        """
         return self._by_end[0].get(operator.index, [])
 
     def uses(self, operator: Operator) -> list[Edge]:
-        """The edges from the operator's users."""
+        """The edges from the operator's users.
+
+        Args:
+            operator: One of ``operators``.
+
+        Returns:
+            The edges.
+        """
         return self._by_end[1].get(operator.index, [])
 
     @property
@@ -126,7 +140,11 @@ class Graph:
     def draw(self, path: str | None = None) -> str:
         """The graph as SVG text: root on top, shapes as labels, argument positions on edges.
 
-        Also written to ``path``, if given.
+        Args:
+            path: File to write it to, too.
+
+        Returns:
+            The SVG text.
         """
         svg = draw(self.operators, self._by_end[0])
         if path is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, needs
-from gradtrace.integrations.making import Divided, checked, placed
+from gradtrace.integrations.making import Divided, LossTerms, checked, placed
 from gradtrace.training.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -22,19 +22,23 @@ else:
             raise GradtraceError(needs("gradtrace.integrations.lightning", "lightning")) from error
 
 
-class GradTrace(Callback):  # type: ignore[misc]
+class GradTrace(LossTerms, Callback):  # type: ignore[misc]
     """Trace training with Lightning: ``Trainer(callbacks=[GradTrace(every=100)])``.
 
-    Takes the arguments of ``gradtrace.Monitor``. ``every`` counts the trainer's ``global_step``; of
-    the backward passes of a step, or of a batch with several losses, the first is traced. Scalars
-    are also sent to the trainer's loggers; the file and the page are ``gradtrace.jsonl`` and
-    ``gradtrace.html`` in its ``log_dir``, unless ``file`` and ``report`` are given. After training,
-    ``callback.monitor.history`` has the results.
+    ``every`` counts the trainer's ``global_step``; of
+    the backward passes of a step, or of a batch with several losses, the first is traced. The
+    trainer's loggers get the shares of branches where paths have a choice, and the diagnosis of the
+    first step, which is also a warning if something is wrong. The file and the page are
+    ``gradtrace.jsonl`` and ``gradtrace.html`` in its ``log_dir``, unless ``file`` and ``report``
+    are given; a line at the end says where they are. After training, ``callback.monitor.history``
+    has the results.
+
+    Args:
+        options: Arguments of ``gradtrace.Monitor``.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = checked(options)
-        self.monitor: Monitor | None = None
         self._begun = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,7 +72,7 @@ class GradTrace(Callback):  # type: ignore[misc]
         whole = pl_module.automatic_optimization
         passes = trainer.accumulate_grad_batches if whole else 1
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.monitor.step(loss, scale=Divided(scaler, passes))
+        self.monitor.step(loss, scale=Divided(scaler, passes), terms=self._take_terms())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exclude validation from the step time."""

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.training.monitor import Monitor
 
@@ -31,14 +33,37 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 def placed(
     options: Mapping[str, Any], folder: Callable[[], str | None], first: bool
 ) -> dict[str, Any]:
-    """The arguments, with a file and a page in the trainer's folder unless given."""
-    found = dict(options)
+    """The arguments, with a diagnosis, a file and a page in the trainer's folder unless given."""
+    found = {"diagnose": True, **options}
     if {"file", "report"} <= found.keys():
         return found
     at = Path(folder() or ".")
     if first:
         at.mkdir(parents=True, exist_ok=True)
     return {"file": at / RUN_FILE, "report": at / PAGE_FILE, **found}
+
+
+class LossTerms:
+    """The terms of the loss that a training step is about to hand over, if it is traced."""
+
+    monitor: Monitor | None = None
+    _given: dict[str, Tensor] | None = None
+
+    def terms(self, **terms: Tensor) -> None:
+        """Name what the loss of this step is the sum of: ``callback.terms(ce=ce, kl=0.1 * kl)``.
+
+        Call it where the loss is computed. Norms of their gradients and cosines of each pair are
+        logged at traced steps; at others it does nothing.
+
+        Args:
+            terms: Scalars by name, with their weights.
+        """
+        if self.monitor is not None and self.monitor.due:
+            self._given = terms
+
+    def _take_terms(self) -> dict[str, Tensor] | None:
+        given, self._given = self._given, None
+        return given
 
 
 class Divided:

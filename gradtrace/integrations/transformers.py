@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, needs
-from gradtrace.integrations.making import Divided, checked, placed
-from gradtrace.runs.history import StepRecord, scalars
+from gradtrace.integrations.making import Divided, LossTerms, checked, placed
+from gradtrace.training.loggers import speaking
 from gradtrace.training.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -24,45 +24,47 @@ else:
             needs("gradtrace.integrations.transformers", "transformers", "accelerate")
         ) from error
 
-LOG_MAX_DEPTH = 2
-"""Modules down to this depth are in the trainer's log, which is printed; the file has all."""
 
-
-class GradTrace(TrainerCallback):  # type: ignore[misc]
+class GradTrace(LossTerms, TrainerCallback):  # type: ignore[misc]
     """Trace training with transformers: ``Trainer(..., callbacks=[GradTrace(every=100)])``.
 
-    Takes the arguments of ``gradtrace.Monitor``. ``every`` counts the trainer's ``global_step``; of
+    ``every`` counts the trainer's ``global_step``; of
     the backward passes of a step the first is traced, with the loss that the trainer passes to
     ``backward``, however it is computed (label smoothing, ``compute_loss_func``,
-    ``num_items_in_batch``). Some scalars go to the trainer's own log; the file and the page are
+    ``num_items_in_batch``). The trainer's own log gets the shares of branches where paths have a
+    choice; the diagnosis of the first step is a warning if something is wrong, and goes to
+    TensorBoard and W&B if the trainer reports to them. The file and the page are
     ``gradtrace.jsonl`` and ``gradtrace.html`` in ``output_dir``, unless ``file`` and ``report`` are
-    given. After training, ``callback.monitor.history`` has the results.
+    given; a line at the end says where they are. After training, ``callback.monitor.history`` has
+    the results.
+
+    Args:
+        options: Arguments of ``gradtrace.Monitor``.
     """
 
     def __init__(self, **options: Any) -> None:
         self._options = checked(options)
-        self.monitor: Monitor | None = None
         self._hooks: TrainerHooks | None = None
-        self._record: StepRecord | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the Monitor."""
         self._close("")
         trainer = trainer_of(self, sys._getframe())
         options = placed(self._options, lambda: args.output_dir, state.is_world_process_zero)
+        self._log = TrainerLog(trainer)
         self.monitor = Monitor(
             trainer.model_wrapped,
             start=state.global_step,
             accumulate=args.gradient_accumulation_steps,
+            loggers=[*options.pop("loggers", ()), self._log],
             **options,
         )
         self._hooks = TrainerHooks(self, trainer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the scalars of a traced step to the trainer's log."""
-        if self._record is not None and self._hooks is not None:
-            record, self._record = self._record, None
-            self._hooks.log(shallow(scalars(record), LOG_MAX_DEPTH))
+        if self._hooks is not None:
+            self._log.flush()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Exclude evaluation from the step time."""
@@ -81,7 +83,7 @@ class GradTrace(TrainerCallback):  # type: ignore[misc]
     def found(self, loss: Tensor, scale: Divided) -> None:
         """Called with the loss that is passed to ``backward``."""
         if self.monitor is not None:
-            self._record = self.monitor.step(loss, scale=scale) or self._record
+            self.monitor.step(loss, scale=scale, terms=self._take_terms())
 
     def _close(self, error: str) -> None:
         if self._hooks is not None:
@@ -89,6 +91,38 @@ class GradTrace(TrainerCallback):  # type: ignore[misc]
             self._hooks = None
         if self.monitor is not None:
             self.monitor.close(error)
+            self._log.flush()
+
+
+class TrainerLog:
+    """Writes to a trainer's log, and texts to the TensorBoard and W&B runs that it reports to.
+
+    Scalars wait for the end of the step: within it the trainer does not log.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._waiting: list[dict[str, float]] = []
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Keep the scalars of a step until the trainer can log."""
+        self._waiting.append({**scalars, "gradtrace/step": step})
+
+    def flush(self) -> None:
+        """Log what waits."""
+        waiting, self._waiting = self._waiting, []
+        for numbers in waiting:
+            self._trainer.log(numbers)
+
+    def say(self, step: int, name: str, text: str) -> None:
+        """Give a text to the runs that the trainer reports to."""
+        callbacks = self._trainer.callback_handler.callbacks
+        sinks = [getattr(each, "tb_writer", None) for each in callbacks]
+        if "wandb" in (self._trainer.args.report_to or ()):
+            sinks.append(getattr(sys.modules.get("wandb"), "run", None))
+        for sink in sinks:
+            if sink is not None and (speak := speaking(sink)) is not None:
+                speak(step, name, text)
 
 
 class TrainerHooks:
@@ -122,10 +156,6 @@ class TrainerHooks:
         self._callback.found(scaled, Divided(scaler, passes))
         return self._backward(loss, **kwargs)
 
-    def log(self, numbers: dict[str, float]) -> None:
-        """Write to the trainer's log."""
-        self._trainer.log(numbers)
-
     def remove(self) -> None:
         """Restore the trainer's methods."""
         vars(self._trainer).pop("training_step", None)
@@ -143,12 +173,3 @@ def trainer_of(callback: TrainerCallback, frame: FrameType | None) -> Trainer:
         "GradTrace is called by no transformers.Trainer; pass it as "
         "Trainer(callbacks=[GradTrace()]), or use gradtrace.Monitor in a loop of your own"
     )
-
-
-def shallow(numbers: Mapping[str, float], depth: int) -> dict[str, float]:
-    """The numbers of modules at most ``depth`` levels deep.
-
-    >>> shallow({"gradtrace/loss": 2.0, "gradtrace/share/h.0.attn": 0.5}, 2)
-    {'gradtrace/loss': 2.0}
-    """
-    return {name: value for name, value in numbers.items() if name.count(".") < depth}

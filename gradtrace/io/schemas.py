@@ -2,6 +2,7 @@
 
 - ``TRACE`` and ``VIEW``: the metadata of ``.gradtrace`` files of traces (``trace_tensors`` and
   ``report.checking`` check their tensors),
+- ``INCIDENT``: the metadata of ``.gradtrace`` files of steps that went wrong,
 - ``JOURNALS``: the metadata of checkpoints of ``gradtrace.influence`` and ``gradtrace.decompose``,
 - ``LINES``: the lines of a Monitor's ``.jsonl``, by kind,
 - ``ROWS``: the header and the rows of an experiment's journal.
@@ -251,6 +252,26 @@ TRACE = each_of(
 )
 VIEW = including(step=integer(0, tuning.MAX_STEPS))
 
+INCIDENT = record(
+    step=integer(0, tuning.MAX_STEPS),
+    micro=integer(),
+    rank=integer(),
+    trigger=one_of("spike", "nonfinite"),
+    of=one_of("loss", "gradient"),
+    evidence=text(),
+    loss=number(),
+    scale=number(),
+    has_batch=boolean(),
+    expected=number(),
+    words=text(),
+    same=boolean(),
+    notes=NOTES,
+    diagnosis=anything(),
+    evaluating=array(text()),
+    autocast=mapping(one_of("bfloat16", "float16"), key=one_of("cpu", "cuda")),
+    data=anything(),
+)
+
 COLUMNS = {
     "lengths": (torch.int64, 0),
     "pairs": (torch.int64, 0),
@@ -455,7 +476,7 @@ LINES: dict[str, Schema] = {
         _alternatives,
     ),
     "step": including(
-        {"influence": STEP_TABLE},
+        {"influence": STEP_TABLE, "choices": mapping(number()), "terms": mapping(number())},
         step=integer(0, tuning.MAX_STEPS),
         loss=number(),
         verdict=text(),
@@ -499,7 +520,7 @@ def _grid(table: Mapping[str, Any]) -> None:
 
 
 RESULTS = including(
-    {"name": maybe(text()), "command": maybe(text())},
+    {"name": maybe(text()), "command": maybe(text()), "headline": text(), "figure": text()},
     schema=integer(),
     experiment=text(),
     form=text(),

@@ -73,7 +73,15 @@ class Shown:
 
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
         """Horizontal bars of a column (by default the first of shares, else of numbers), with error
-        bars where there are standard errors; at most ``most`` rows. Returns matplotlib's ``Axes``.
+        bars where there are standard errors; at most ``most`` rows.
+
+        Args:
+            by: Name of the column.
+            most: The most rows to draw.
+            ax: ``Axes`` to draw on; new ones by default.
+
+        Returns:
+            matplotlib's ``Axes``.
         """
         return self.table().bars(by, most, ax)
 
@@ -123,14 +131,28 @@ class Tabular(Shown):
         return replace(self, rows=tuple(rows[n] for n in order))  # type: ignore[type-var]
 
     def sort(self: T, by: str, *, descending: bool | None = None) -> T:
-        """The same rows ordered by a column; rows without a value come last.
+        """The same rows ordered by a column; rows without a value come last. Rows of equal values
+        keep their order.
 
-        By default texts ascend and numbers descend. Rows of equal values keep their order.
+        Args:
+            by: Name of the column.
+            descending: By default numbers descend and texts ascend.
+
+        Returns:
+            The sorted result, of the same type.
         """
         return self._picked(_ranked(self._row_table(), by, descending))
 
     def top(self: T, n: int, by: str | None = None) -> T:
-        """The first ``n`` rows as printed, or the ``n`` rows of largest |value| in a column."""
+        """The first ``n`` rows as printed, or the ``n`` rows of largest |value| in a column.
+
+        Args:
+            n: How many rows, from 1 on.
+            by: Name of a column; by default the order that is printed.
+
+        Returns:
+            The shortened result, of the same type.
+        """
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise GradtraceError(f"top takes a number of rows from 1 on, not {n!r}")
         if by is None:
@@ -144,11 +166,27 @@ class Summarised(Shown):
     __slots__ = ()
 
     def sort(self, by: str, *, descending: bool | None = None) -> TextTable:
-        """``TextTable.sort`` of the table."""
+        """``TextTable.sort`` of the table.
+
+        Args:
+            by: Name of the column.
+            descending: By default numbers descend and texts ascend.
+
+        Returns:
+            The sorted table.
+        """
         return self.table().sort(by, descending=descending)
 
     def top(self, n: int, by: str | None = None) -> TextTable:
-        """``TextTable.top`` of the table."""
+        """``TextTable.top`` of the table.
+
+        Args:
+            n: How many rows, from 1 on.
+            by: Name of a column; by default the order that is printed.
+
+        Returns:
+            The shortened table.
+        """
         return self.table().top(n, by)
 
 
@@ -174,14 +212,28 @@ class TextTable(Tabular):
         return self
 
     def column(self, name: str) -> list[Any]:
-        """The values of a column."""
+        """The values of a column.
+
+        Args:
+            name: Name of the column.
+
+        Returns:
+            The values, unconverted, from the first row to the last.
+        """
         names = {column.name: at for at, column in enumerate(self.columns)}
         if name not in names:
             raise UnknownName(f"no column {name!r} in this table{did_you_mean(name, names)}")
         return [_scalar(row[names[name]]) for row in self.rows]
 
     def text(self, limit: int | None = MAX_ROWS, width: int = CELL_WIDTH) -> str:
-        """Aligned lines: at most ``limit`` rows (None: all of them), no text wider than ``width``.
+        """Aligned lines, as ``print`` shows them.
+
+        Args:
+            limit: The most rows; None is all of them.
+            width: The most columns of a text in a cell.
+
+        Returns:
+            The lines, joined.
 
         >>> print(TextTable("", (TextColumn("step", "count"),), ((8,), (9,), (10,))).text(limit=1))
         step
@@ -205,6 +257,13 @@ class TextTable(Tabular):
     def lines(self, limit: int | None = MAX_ROWS, width: int = CELL_WIDTH) -> list[list[str]]:
         """The headers and the rows as text, cell by cell, shortened and printable.
 
+        Args:
+            limit: The most rows; None is all of them.
+            width: The most columns of a text in a cell.
+
+        Returns:
+            A list of cells for the header and each row.
+
         >>> TextTable("", (TextColumn("share", "share"),), ((0.5,), (None,))).lines()
         [['share'], ['50.0%'], ['–']]
         """
@@ -212,7 +271,14 @@ class TextTable(Tabular):
         return [[_brief(text, width) for text in cells] for cells in whole]
 
     def words(self, limit: int | None = MAX_ROWS) -> list[str]:
-        """The lines below the rows: how many rows are left out, and the notes."""
+        """The lines below the rows: how many rows are left out, and the notes.
+
+        Args:
+            limit: The most rows that are shown; None is all of them.
+
+        Returns:
+            The lines.
+        """
         return list(map(printable, self._notes_below(limit)))
 
     def __str__(self) -> str:
@@ -263,7 +329,16 @@ class TextTable(Tabular):
         return frame
 
     def bars(self, by: str | None = None, most: int = 20, ax: Any = None) -> Any:
-        """``Tabular.plot`` of this table."""
+        """``Tabular.plot`` of this table.
+
+        Args:
+            by: Name of the column.
+            most: The most rows to draw.
+            ax: ``Axes`` to draw on; new ones by default.
+
+        Returns:
+            matplotlib's ``Axes``.
+        """
         names = [column.name for column in self.columns]
         numbers = [
             c.name

@@ -12,6 +12,7 @@ from gradtrace.ir.program import MapTable, Program, Step
 from gradtrace.ir.rescaling import Rescaling, ScaledValue
 from gradtrace.linops import Map, tiled, tiling
 from gradtrace.semirings import Semiring
+from gradtrace.types import Shape
 
 
 def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
@@ -35,6 +36,8 @@ def run(program: Program, semiring: Semiring) -> dict[Tensor, Any]:
                     values.pop(term.value, None)
         found = {leaf.tensor: values[leaf.value] for leaf in program.leaves}
         done = {leaf: semiring.finish(*held[:2]) for leaf, held in found.items()}
+        if any(leaf.device is not None for leaf in program.leaves):
+            done = {leaf: tuple(x.to(leaf.device) for x in parts) for leaf, parts in done.items()}
     return {leaf: x[0] if len(x) == 1 else x for leaf, x in done.items()}
 
 
@@ -47,16 +50,16 @@ def value_of(
     step: Step, maps: MapTable, values: Mapping[int, ScaledValue], rescaling: Rescaling
 ) -> ScaledValue:
     """``⊕`` over the terms of one step."""
-    semiring = rescaling.semiring
-    if len(step.terms) > 1 and (order := tiling(maps.of(step))):
+    semiring, many = rescaling.semiring, len(step.terms) > 1
+    if many and (order := tiling(maps.of(step))):
         held = rescaling.aligned([values[term.value] for term in step.terms])
         parts = zip(*(each.value for each in held))
         joined = tuple(tiled(maps.of(step), part, order) for part in parts)
         found = held[0]._replace(value=joined, age=max(each.age for each in held))
     else:
-        (at, value), *rest = step.terms
+        at, value = step.terms[0]
         found = applied(maps[at], values[value], semiring)
-        for at, value in rest:
+        for at, value in step.terms[1:] if many else ():
             found = rescaling.plus(found, applied(maps[at], values[value], semiring))
     out = semiring.settle(found.value, step.dtype)
     return found if out is found.value else found._replace(value=out)
@@ -69,6 +72,15 @@ def applied(map_: Map, held: ScaledValue, semiring: Semiring) -> ScaledValue:
     return ScaledValue(map_.apply_in(value, semiring), exponent, powers, age)
 
 
+def reshaped(held: ScaledValue, shape: Shape) -> ScaledValue:
+    """An identity applied to a value: half of all steps are such, so nothing else is called."""
+    value = held.value
+    if value[0].shape == shape:
+        return held
+    moved = tuple([torch.reshape(part, shape) for part in value])
+    return ScaledValue(moved, held.exponent, held.powers, held.age)
+
+
 def gradient_of(step: Step, maps: MapTable, values: Mapping[int, Tensor]) -> Tensor:
     """One step in SUM, without scaling: the ordinary gradient."""
     if len(step.terms) > 1 and (order := tiling(maps.of(step))):
@@ -77,5 +89,7 @@ def gradient_of(step: Step, maps: MapTable, values: Mapping[int, Tensor]) -> Ten
     (at, value), *rest = step.terms
     out = maps[at].apply(values[value])
     for at, value in rest:
-        out = out + maps[at].apply(values[value])
+        other = maps[at].apply(values[value])
+        first = out.is_contiguous() or not other.is_contiguous()  # its layout is that of the sum
+        out = out + other if first else other + out
     return out.to(step.dtype)

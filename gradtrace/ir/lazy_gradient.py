@@ -100,7 +100,8 @@ class LazyGradient:
                 "nobody asked for until now can no longer be computed; ask for it before"
             )
         with torch.no_grad():
-            first, *rest = sorted(_batched(self.parts), key=_sparse)
+            several = len(self.parts) > 1
+            first, *rest = sorted(_batched(self.parts), key=_sparse) if several else self.parts
             total, own = first.value(), any(not map_.is_gather for map_ in first.maps)
             for part in rest:
                 total = _added(total, part, own)

@@ -107,11 +107,21 @@ def ample(
     """Whether a streaming pass fits even if no value is ever freed, and, with ``sized``, all have
     sizes. Cheaper than ``streaming``.
     """
-    steps = program.steps()
-    most = sum([prod(shape) * (ID_BYTES + dtype.itemsize) for _, _, shape, dtype in steps])
-    if sized:
-        most += sum([prod(shape) * size_bytes(dtype) for _, _, shape, dtype in steps])
+    values, sizes = step_bytes(program)
+    most = values + (sizes if sized else 0)
     return not short(most + backend_of(device).workspace_max_bytes(), device, budget)
+
+
+def step_bytes(program: Program) -> tuple[int, int]:
+    """The bytes of the results of all steps with their ids, and of the sizes of contributions."""
+    found = program.facts.step_bytes
+    if found is None:
+        steps = [(prod(shape), dtype) for _, _, shape, dtype in program.steps()]
+        values = sum([count * (ID_BYTES + dtype.itemsize) for count, dtype in steps])
+        widths = {dtype: size_bytes(dtype) for dtype in {dtype for _, dtype in steps}}
+        found = values, sum([count * widths[dtype] for count, dtype in steps])
+        program.facts.step_bytes = found
+    return found
 
 
 def whole(program: Program, kept: bool = True) -> int:

@@ -28,23 +28,40 @@ def maybe_nonfinite(named: Mapping[str, Leaf]) -> list[str]:
 
 
 def refuse_nonfinite(
-    named: Mapping[str, Tensor], loss: Tensor, seed: Tensor, table: NameTable, watch: HookWatch
+    named: Mapping[str, Tensor],
+    loss: Tensor,
+    seed: Tensor,
+    table: NameTable,
+    watch: HookWatch,
+    loss_too: bool = False,
 ) -> None:
-    """Raise if a gradient is NaN or infinite; names it, and the operator where that began."""
-    if sums_are_finite(named.values()):
+    """Raise if a gradient (with ``loss_too``: or the loss) is NaN or infinite; names it, and the
+    operator where that began.
+    """
+    value = loss.detach()
+    if sums_are_finite([*named.values(), *([value] if loss_too else [])]):
         return
-    bad = [
-        name
-        for name, grad in named.items()
-        if not all(bool(torch.isfinite(part).all()) for part in numbers_of(grad))
-    ]
+    bad = [name for name, grad in named.items() if not _is_finite(grad)]
+    text = f"the loss is not finite ({float(value.sum()):.4g})" if not _is_finite(value) else ""
     if bad:
         where = first_nonfinite(loss, seed, table, watch)
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise NonFinite(
-            f"the gradient of {bad[0]}{more} is not finite; NaN or infinity first appears at "
-            f"{where}. Look at the values that go into it, or pass nonfinite='allow'"
+            f"{text}{', and ' * bool(text)}the gradient of {bad[0]}{more} is not finite; NaN or "
+            f"infinity first appears at {where}. {DIAGNOSE}, or pass nonfinite='allow'"
         )
+    if text and loss_too:
+        raise NonFinite(f"{text}, though its gradient is. {DIAGNOSE}, or pass nonfinite='allow'")
+
+
+DIAGNOSE = (
+    "Look at the values that go into it, ask for the line in your code (with "
+    "gradtrace.watch(model, diagnose=True) as watch: ...; print(watch.diagnose(loss)))"
+)
+
+
+def _is_finite(x: Tensor) -> bool:
+    return all(bool(torch.isfinite(part).all()) for part in numbers_of(x))
 
 
 def sums_are_finite(grads: Iterable[Tensor]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -91,7 +90,8 @@ class Leaf:
     """A leaf, the number of the value that is its gradient, and the gradient as autograd's formulas
     computed it, or a lazy gradient that can be computed later. ``shard`` is the part that this rank
     holds of a parameter which is in memory as a whole only while it is used. With a ``layout``, the
-    gradient given is this rank's part of it, and it is finite.
+    gradient given is this rank's part of it, and it is finite. ``device``: that of the program's
+    values, where it is not the leaf's own.
     """
 
     tensor: Tensor
@@ -99,12 +99,21 @@ class Leaf:
     given: Tensor | LazyGradient
     shard: Any = None  # a DTensor
     layout: Layout | None = None
+    device: torch.device | None = None
 
     def compute(self) -> Tensor:
-        """The gradient, computed now if it is lazy, gathered if this rank has a part of it."""
+        """The gradient, computed now if it is lazy, gathered if this rank has a part of it; on the
+        leaf's device.
+        """
         if isinstance(self.given, LazyGradient):
             return self.given.total()
+        if self.device is not None:
+            return self.given.to(self.tensor.device)
         return self.given if self.layout is None else self.layout.gather(self.given)
+
+    def gradient(self) -> Tensor:
+        """``compute``, on the device of the program's values."""
+        return self.compute() if self.device is None else self.compute().to(self.device)
 
     @property
     def stored(self) -> Tensor:
@@ -135,19 +144,35 @@ class Constants:
     parts: LocalParts | None = None
 
 
+@dataclass(eq=False)
+class ProgramFacts:
+    """What follows from the structure of a program, found when asked for. Programs that were
+    replayed from one recording share it.
+    """
+
+    structure: object = None  # gradtrace.ir.structure.Structure
+    maps: tuple[object, ...] = ()  # the structures of its maps, if they are known
+    last_uses: dict[int, int] | None = None
+    step_bytes: tuple[int, int] | None = None  # gradtrace.ir.memory.step_bytes
+
+
 @dataclass
 class Program:
     """A backward pass as data. Run it with ``gradtrace.ir.interpreter.run``.
 
     ``constants`` refer to the weights and activations of the forward pass, so a program is valid
     until these are changed in place. ``root`` is the number of the loss's cotangent; values have
-    numbers below ``size``.
+    numbers below ``size``. ``blocks`` are shared with programs of the same structure: do not modify
+    them. ``recorded`` is the reason why nodes were recorded one by one; empty if an earlier
+    recording was replayed, None for a program made of another.
     """
 
     root: int
     size: int
     blocks: list[Block]
     constants: Constants
+    facts: ProgramFacts = field(default_factory=ProgramFacts, init=False, repr=False, compare=False)
+    recorded: str | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def seed(self) -> Tensor:
@@ -178,10 +203,14 @@ class Program:
                 found += block.merges
         return found
 
-    @cached_property
+    @property
     def last_uses(self) -> dict[int, int]:
         """For each value the number of the last step that reads it. Cached: do not modify."""
-        return {value: n for n, step in enumerate(self.steps()) for _, value in step.terms}
+        found = self.facts.last_uses
+        if found is None:
+            found = {value: n for n, step in enumerate(self.steps()) for _, value in step.terms}
+            self.facts.last_uses = found
+        return found
 
     def wholes(self) -> dict[int, int]:
         """For each value that is added to other contributions to the same argument, the value that

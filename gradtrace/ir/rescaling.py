@@ -11,24 +11,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import frexp, inf, isfinite
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradtrace.kernels import backend_of, fetch_scalars
+from gradtrace.kernels.strides import is_dense, without_repetition
 from gradtrace.linops.indexing import nearby
 from gradtrace.semirings import Abs, Semiring, Value
 
 RESCALE_EXPONENT = 24
 """Values are rescaled to a largest entry near 1 when it is above 2**this or below 2**-this."""
 
-DEFERRED_STEPS, DEFERRED_STEPS_ALONE = 20, 5
+DEFERRED_STEPS, DEFERRED_STEPS_ALONE = 40, 20
 """A value is rescaled, unread, after so many maps that are not moves; after fewer if no other is in
 use, to which it would have to be aligned when they meet.
 """
 
-WAITING_VALUES, WAITING_BYTES = 32, 1 << 27
+OFTEN = 8
+"""Where values have left their range, they are rescaled so many times as often, before they are
+read one by one.
+"""
+
+WAITING_VALUES, WAITING_BYTES = 96, 1 << 29
 """How many values, and bytes of them, are kept at most until their norms are computed together."""
 
 EXPONENT_BITS = {
@@ -99,13 +105,20 @@ class Rescaling:
 
     def plus(self, a: ScaledValue, b: ScaledValue) -> ScaledValue:
         """``a ⊕ b``."""
-        a, b = self.aligned((a, b))
-        return a._replace(value=self.semiring.plus(a.value, b.value), age=max(a.age, b.age))
+        if a.powers != b.powers or a.exponent != b.exponent:
+            a, b = self.aligned((a, b))
+        value, age = self.semiring.plus(a.value, b.value), max(a.age, b.age)
+        return ScaledValue(value, a.exponent, a.powers, age)
 
     def total(self, held: ScaledValue) -> Scalar:
         """``⊕`` over all elements."""
         (found,) = self.semiring.fold((held.value[0].reshape(-1),), 0)
         return Scalar(found, held.exponent, held.powers)
+
+    def inner(self, a: ScaledValue, b: ScaledValue) -> Scalar:
+        """``⊕`` over the products of all elements."""
+        product = self.semiring.times(a.value, b.value)
+        return self.total(ScaledValue(product, a.exponent + b.exponent, a.powers + b.powers))
 
     def flush(self) -> None:
         """Compute what is not yet."""
@@ -128,8 +141,10 @@ class DeferredRescaling(Rescaling):
     are at least 0. Nothing is read before ``exponents`` and ``in_range``.
     """
 
-    def __init__(self, semiring: Semiring) -> None:
+    def __init__(self, semiring: Semiring, often: int = 1) -> None:
         super().__init__(semiring)
+        self.steps = max(1, DEFERRED_STEPS // often)
+        self.steps_alone = max(1, DEFERRED_STEPS_ALONE // often)
         self._powers: list[Tensor] = []
         self._read: list[float] = []
         self._inverses: dict[tuple[int, ...], Tensor] = {}
@@ -145,8 +160,8 @@ class DeferredRescaling(Rescaling):
         whole, bits, range_ = EXPONENT_BITS[x.dtype]
         seen = Scalar(None, 0)
         self._sizes.append((seen, 2.0**range_))
-        if held.age < (DEFERRED_STEPS_ALONE if alone else DEFERRED_STEPS):
-            self._watched.append(seen, x)
+        if held.age < (self.steps_alone if alone else self.steps):
+            self._watched.append(seen, without_repetition(x))
             return held
         seen.value = size = x.amax()
         power = size.view(whole).bitwise_and(bits).view(x.dtype).clamp(min=2.0**-range_)
@@ -196,6 +211,16 @@ class DeferredRescaling(Rescaling):
         self._summed.append(found, held.value[0])
         return found
 
+    def inner(self, a: ScaledValue, b: ScaledValue) -> Scalar:
+        """``⊕`` over the products of all elements, later, together with those of others."""
+        (x,), (y,) = a.value, b.value
+        alike = x.shape == y.shape and x.stride() == y.stride() and x.dtype is y.dtype
+        if not alike or not x.numel() or not is_dense(x):
+            return super().inner(a, b)
+        found = Scalar(None, a.exponent + b.exponent, a.powers + b.powers)
+        self._summed.append(found, x, y)
+        return found
+
     def one(self, powers: tuple[int, ...], like: Tensor) -> Tensor:
         """What stands for 1 in a value with these powers."""
         if powers not in self._ones:
@@ -234,47 +259,58 @@ class DeferredRescaling(Rescaling):
 
 
 class _Norms:
-    """Norms of many tensors whose elements are at least 0, computed some at a time: each would be a
-    launch of its own.
+    """Norms of many tensors whose elements are at least 0, or of products of two, computed some at
+    a time: each would be a launch of its own.
     """
 
     def __init__(self, order: float) -> None:
         self.order = order
-        self._waiting: list[tuple[Scalar, Tensor]] = []
+        self._waiting: list[tuple[Scalar, Tensor, Tensor | None]] = []
         self._bytes = 0
 
-    def append(self, result: Scalar, x: Tensor) -> None:
-        """Write the norm of a tensor to a scalar, by the next ``flush`` at the latest."""
-        self._waiting.append((result, x))
-        self._bytes += x.numel() * x.itemsize
-        if len(self._waiting) == WAITING_VALUES or self._bytes > WAITING_BYTES:
+    def append(self, result: Scalar, x: Tensor, y: Tensor | None = None) -> None:
+        """Write the norm of x, or of x·y, which are dense and of one layout, to a scalar, by the
+        next ``flush`` at the latest.
+        """
+        self._waiting.append((result, x, y))
+        self._bytes += x.numel() * x.itemsize * (1 if y is None else 2)
+        if len(self._waiting) >= WAITING_VALUES or self._bytes > WAITING_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Compute what is waiting."""
         waiting, self._waiting, self._bytes = self._waiting, [], 0
-        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Scalar, Tensor]]] = {}
-        for result, x in waiting:
-            by_kind.setdefault((x.dtype, x.device), []).append((result, x))
-        for some in by_kind.values():
-            for (result, _), norm in zip(some, self._norms([x for _, x in some])):
+        by_kind: dict[tuple[torch.dtype, torch.device, bool], list[Any]] = {}
+        for result, x, y in waiting:
+            dense = y is not None or is_dense(x)
+            by_kind.setdefault((x.dtype, x.device, dense), []).append((result, x, y))
+        for (_, _, dense), some in by_kind.items():
+            products = [(x, y) for _, x, y in some if y is not None]
+            multiplied = iter(torch._foreach_mul(*zip(*products)) if products else ())
+            tensors = [x if y is None else next(multiplied) for _, x, y in some]
+            for (result, _, _), norm in zip(some, self._norms(tensors, dense)):
                 result.value = norm
 
-    def _norms(self, tensors: list[Tensor]) -> Sequence[Tensor]:
-        if backend_of(tensors[0]).host:  # there a norm is summed one by one, and rounds as often
-            return [x.sum() if self.order == 1 else x.amax() for x in tensors]
-        return torch._foreach_norm(tensors, self.order)
+    def _norms(self, tensors: list[Tensor], dense: bool) -> Sequence[Tensor]:
+        """One launch for all, if they are dense: one with gaps, or with repeated elements, and each
+        takes a launch of its own.
+        """
+        if dense and not backend_of(tensors[0]).host:
+            return torch._foreach_norm(tensors, self.order)
+        # on a host a norm is summed one by one, and rounds as often
+        return [x.sum() if self.order == 1 else x.amax() for x in tensors]
 
 
 def rescaled(
     semiring: Semiring, like: Tensor, compute: Callable[[Rescaling], Result | None]
 ) -> Result:
     """The result of ``compute``, which is None if values have left the range of floats. Where
-    reading would synchronise it is tried without, and then with.
+    reading would synchronise it is tried without, twice, and then with.
     """
     found = None
     if isinstance(semiring, Abs) and backend_of(like).synchronises:
         found = compute(DeferredRescaling(semiring))
+        found = compute(DeferredRescaling(semiring, OFTEN)) if found is None else found
     if found is None:
         found = compute(Rescaling(semiring))
     assert found is not None

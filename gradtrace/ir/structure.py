@@ -6,6 +6,8 @@ plans, so these can be kept (``gradtrace.tracing.kept_plans``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -29,9 +31,10 @@ class BlockStructure(NamedTuple):
     label: tuple[int, tuple[str | None, ...]] | None
 
 
-class Structure(NamedTuple):
+@dataclass(frozen=True)
+class Structure:
     """A program without its tensors. ``leaves`` are values, and whether their gradients have been
-    computed; ``kept`` the values whose gradients recording kept.
+    computed; ``kept`` the values whose gradients recording kept. The hash is computed once.
     """
 
     root: int
@@ -42,19 +45,32 @@ class Structure(NamedTuple):
     maps: tuple[object, ...]
     kept: tuple[int, ...]
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.root, self.leaves, self.blocks, self.maps, self.kept))
+
+    def __hash__(self) -> int:
+        return self._hash
+
 
 def structure_of(program: Program) -> Structure:
-    """The structure of a program."""
-    seed = program.seed
-    return Structure(
-        program.root,
-        seed.dtype,
-        seed.device,
-        tuple([(leaf.value, leaf.known is not None) for leaf in program.leaves]),
-        tuple(map(_block, program.blocks)),
-        tuple([map_.structure() for map_ in program.maps]),
-        tuple(program.kept),
-    )
+    """The structure of a program; programs replayed from one recording have the same object."""
+    found = program.facts.structure
+    if not isinstance(found, Structure):
+        seed, maps = program.seed, program.facts.maps
+        if len(maps) != len(program.maps):
+            maps = tuple([map_.structure() for map_ in program.maps])
+        found = Structure(
+            program.root,
+            seed.dtype,
+            seed.device,
+            tuple([(leaf.value, leaf.known is not None) for leaf in program.leaves]),
+            tuple(map(_block, program.blocks)),
+            maps,
+            tuple(program.kept),
+        )
+        program.facts.structure = found
+    return found
 
 
 def _block(block: Block) -> BlockStructure:

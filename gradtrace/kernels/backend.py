@@ -27,6 +27,7 @@ from gradtrace.kernels.operands import (
     Selected,
     TensorLines,
 )
+from gradtrace.kernels.path_table import BoundTable, PathEnds
 from gradtrace.kernels.sync import DeferredChecks
 
 
@@ -135,12 +136,27 @@ class Backend(Protocol):
         has it in plain torch.
         """
 
+    def widened_product(self, a: Tensor, b: Tensor) -> Tensor:
+        """``Σₖ a[i, m, k]·b[i, k, n]`` for a in float32 and b in half precision. For operands
+        that are at least 0 the relative error is at most (k + 2)·2⁻²⁴.
+        """
+
     def normalise_at(
         self, left: Tensor, right: Tensor, x: Tensor, line: Tensor, skip: Tensor
     ) -> tuple[Tensor, Tensor]:
         """For ``w[n, k] = Σᵣ left[r, n]·right[r, line[n], k]``: the largest
         ``|w[n, k]·x[line[n], k]|`` over ``k ≠ skip[n]`` and the lowest k that attains it. Lines
         have at least two elements.
+        """
+
+    @property
+    def follows_paths(self) -> bool:
+        """Whether there is a kernel for ``follow_paths``."""
+
+    def follow_paths(self, table: BoundTable, starts: Tensor, words: int) -> PathEnds:
+        """Follow paths from ``starts``, (paths, 2): the place of a node in the table and the number
+        of an element of it. Each path moves on to the element that contributes most, up to the
+        root. ``words``: how many words a set of components has.
         """
 
     # Provenance ids ------------------------------------------------------------------------------
@@ -206,6 +222,9 @@ class Backend(Protocol):
         ``tally``); both 0-d, on the device of the gradient, without a sync.
         """
 
+    def measure_many(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """``measure`` of many tensors: counts and sums, on the CPU."""
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         """An empty batch of leaves, if leaves like this one can be tallied many at a time."""
 
@@ -214,8 +233,10 @@ class Backend(Protocol):
         bits.
         """
 
-    def group_sums(self, request: GroupRequest) -> GroupSums:
-        """Sums over the counts of leaves, by pair and component."""
+    def group_sums(self, request: GroupRequest, counts: Tensor, sums: Tensor) -> GroupSums:
+        """Sums over the counts (int64) of leaves and their Σ |gradient| (float64), by pair and
+        component; both flat, on the CPU.
+        """
 
     def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Scalars that are all finite only if all elements of these tensors are."""

@@ -273,18 +273,26 @@ class Cpu(Reference):
         checked(self.library.gradtrace_magnitude(wide, n, place, *found, threads))
         return count, total
 
+    def measure_many(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        batch = CpuBatchedTally(torch.device("cpu"), self.library)
+        places = [batch.measure(gradient) for gradient in gradients]
+        counts, sums = batch.counted()
+        if None not in places:
+            return counts, sums
+        both = zip(gradients, places)  # large ones, or in another layout, are measured one by one
+        found = [self.measure(x) if at is None else (counts[at], sums[at]) for x, at in both]
+        each, totals = zip(*found)
+        return torch.stack(each), torch.stack(totals)
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return CpuBatchedTally(gradient.device, self.library)
 
-    def group_sums(self, request: GroupRequest) -> GroupSums:
-        leaves, counts, sums, extra, able, owned, by_bit, totals, pairs, components = request
-        facts = np.array(
-            [
-                (start, size, blank, rows.ctypes.data, rows.shape[1], rows.shape[0], pair, place)
-                for start, size, blank, rows, pair, place in leaves
-            ],
-            np.int64,
-        ).reshape(-1, 8)
+    def group_sums(self, request: GroupRequest, counts: Tensor, sums: Tensor) -> GroupSums:
+        leaves, tables, extra, able, owned, by_bit, totals, pairs, components = request
+        sets = [(table.ctypes.data, table.shape[1], table.shape[0]) for table in tables]
+        facts = np.empty((len(leaves), 8), np.int64)
+        facts[:, :3], facts[:, 6:] = leaves[:, :3], leaves[:, 4:]
+        facts[:, 3:6] = np.array(sets, np.int64).reshape(-1, 3)[leaves[:, 3]]
         totals = np.ascontiguousarray(totals, np.float64)
         entries, width = len(counts), extra.shape[1]
         found = np.zeros((2, components, pairs, 2))

@@ -46,7 +46,7 @@ class CpuBatchedTally:
             return None
         if dtype is not torch.float32 and dtype is not torch.float64:
             return None
-        self._items += (pointers.address(gradient, dtype, size), size, dtype is torch.float64)
+        self._items += (pointers.quick_address(gradient, dtype, size), size, dtype is torch.float64)
         self._held.append(gradient)
         return len(self._held) - 1
 

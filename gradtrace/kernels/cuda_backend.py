@@ -9,9 +9,11 @@ from torch import Tensor
 
 from gradtrace.kernels import (
     cuda_contraction,
+    cuda_half_products,
     cuda_ids,
     cuda_launch,
     cuda_normalise,
+    cuda_paths,
     cuda_reduce,
     cuda_tally,
     cuda_tiling,
@@ -31,6 +33,7 @@ from gradtrace.kernels.operands import (
     Selected,
     line_operands,
 )
+from gradtrace.kernels.path_table import BoundTable, PathEnds
 from gradtrace.kernels.reference import Reference
 from gradtrace.kernels.strides import leveled, reduction
 from gradtrace.kernels.sync import AsyncCopy
@@ -46,6 +49,11 @@ class Cuda(Reference):
 
     synchronises = True
     sums_lines = True
+
+    @property
+    def follows_paths(self) -> bool:
+        return cuda_launch.serves(cuda_paths.PATHS, torch.empty(0, device=self.device))
+
     table_entries = tuning.CUDA_TABLE_ENTRIES
 
     def fuses(self, value: Tensor, *others: Tensor) -> bool:
@@ -126,6 +134,13 @@ class Cuda(Reference):
         if len(lines.left) == 2 and layout.n > tuning.PAIRED_SUMS_MAX_ELEMENTS:
             return None
         return cuda_normalise.sums(given, len(lines.left), layout)
+
+    def follow_paths(self, table: BoundTable, starts: Tensor, words: int) -> PathEnds:
+        return cuda_paths.follow(table, starts, words)
+
+    def widened_product(self, a: Tensor, b: Tensor) -> Tensor:
+        served = cuda_half_products.serves(a, b)
+        return cuda_half_products.product(a, b) if served else super().widened_product(a, b)
 
     # Provenance ids ------------------------------------------------------------------------------
 

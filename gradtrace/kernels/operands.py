@@ -193,31 +193,19 @@ Whole: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
-class LeafGroups(NamedTuple):
-    """The counts of a leaf: ``size`` entries from ``start`` on, of which the first ``blank`` stand
-    for no path; their provenance sets (sets, words), repeated for each pair from ``pair`` on; the
-    number of the leaf's place.
-    """
-
-    start: int
-    size: int
-    blank: int
-    rows: Words
-    pair: int
-    place: int
-
-
 class GroupRequest(NamedTuple):
-    """What ``Backend.group_sums`` adds up: leaves with their counts (int64) and sums (float64) in
-    two flat tensors; bits that all sets of a leaf have (leaves, words); the components that paths
-    from a place could pass (places, words); offsets by place and components that it belongs to;
-    offsets by bit and components that have it; the most paths of each leaf; the numbers of pairs
-    and of components.
+    """What ``Backend.group_sums`` adds up.
+
+    ``leaves``: (leaves, 6), of each where its counts and sums begin, how many they are, how many of
+    the first stand for no path, which of ``tables`` has its provenance sets, the first pair they
+    are for, and its place. ``tables``: (sets, words) each, repeated for each pair. ``extra``: bits
+    that all sets of a leaf have (leaves, words). ``able``: the components that paths from a place
+    could pass (places, words). ``owned``: offsets by place and components that it belongs to.
+    ``by_bit``: offsets by bit and components that have it. ``totals``: the most paths of each leaf.
     """
 
-    leaves: Sequence[LeafGroups]
-    counts: Tensor
-    sums: Tensor
+    leaves: Whole
+    tables: Sequence[Words]
     extra: Words
     able: Words
     owned: tuple[Whole, Whole]

@@ -40,6 +40,17 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
     return first + start * dtype.itemsize if first else 0
 
 
+def quick_address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
+    """``address`` of a contiguous tensor that gradtrace has computed. There may be thousands, so
+    a plausible pointer of a plain tensor is returned without further checks, as in ``on_device``.
+    """
+    if type(x) in PLAIN and x.dtype is dtype and x.is_cpu and not x.is_neg():
+        found = x.data_ptr()
+        if found >= MIN_ADDRESS:
+            return found
+    return address(x, dtype, reach)
+
+
 def flat(x: Tensor, dtype: torch.dtype, count: int) -> int:
     """``address`` of a contiguous tensor of ``count`` elements."""
     if x.numel() != count or not x.is_contiguous():

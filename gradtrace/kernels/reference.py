@@ -19,7 +19,9 @@ from gradtrace.kernels.operands import (
     LowRankLines,
     MatrixLayout,
 )
+from gradtrace.kernels.path_table import BoundTable, PathEnds
 from gradtrace.kernels.plain_contraction import as_matrices, widened
+from gradtrace.kernels.precision import exact
 from gradtrace.kernels.strides import flattened
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.pytorch import memory_limits
@@ -86,6 +88,10 @@ class Reference:
     ) -> Tensor | None:
         return None
 
+    def widened_product(self, a: Tensor, b: Tensor) -> Tensor:
+        with exact(a):
+            return torch.bmm(a, b.to(a.dtype))
+
     # Provenance ids ------------------------------------------------------------------------------
 
     def fuses(self, value: Tensor, *others: Tensor) -> bool:
@@ -142,14 +148,27 @@ class Reference:
     def measure_piece(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return exact_sums.measure(widened(gradient))
 
+    def measure_many(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        found = [self.measure(gradient) for gradient in gradients]
+        counts = torch.tensor([int(count) for count, _ in found], dtype=torch.int64, device="cpu")
+        sums = torch.tensor([float(sum_) for _, sum_ in found], dtype=torch.float64, device="cpu")
+        return counts, sums
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return None
 
     def add_rows(self, total: Tensor, index: Tensor, rows: Tensor) -> None:
         total.index_add_(0, index, rows)
 
-    def group_sums(self, request: GroupRequest) -> GroupSums:
+    def group_sums(self, request: GroupRequest, counts: Tensor, sums: Tensor) -> GroupSums:
         raise NotImplementedError("tracing.aggregate.Groups has it in plain torch")
+
+    @property
+    def follows_paths(self) -> bool:
+        return False
+
+    def follow_paths(self, table: BoundTable, starts: Tensor, words: int) -> PathEnds:
+        raise NotImplementedError("tracing.path_search has it in plain torch")
 
     def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         by_shape: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}

@@ -16,6 +16,22 @@ def flat(x: Tensor) -> Tensor:
     return x.as_strided((extent if x.numel() else 0,), (1,))
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether a tensor fills the memory from its first element to its last, in any order of
+    dimensions.
+    """
+    if x.is_contiguous():
+        return True
+    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride())) == x.numel()
+
+
+def without_repetition(x: Tensor) -> Tensor:
+    """The different elements of an expanded tensor."""
+    if x.is_contiguous() or 0 not in (strides := x.stride()):
+        return x
+    return x.as_strided([n if step else 1 for n, step in zip(x.shape, strides)], strides)
+
+
 def flattened(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape flattened alike: in memory order, without a copy, if all are dense with
     the same strides, else in row-major order.

@@ -175,7 +175,9 @@ class Map(ABC):
 
     def tensors(self) -> tuple[str, ...]:
         """The names of the attributes that hold weight tensors."""
-        return tuple(name for name in self.weights if isinstance(getattr(self, name), Tensor))
+        if not self.weights:
+            return ()
+        return tuple([name for name in self.weights if isinstance(getattr(self, name), Tensor)])
 
     # Default implementations by rows -------------------------------------------------------------
 

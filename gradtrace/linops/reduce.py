@@ -62,6 +62,10 @@ class Reduce(Map):
             return x.new_zeros(self.out_shape)
         return (x.amax(self.dims) if self.dims else x).reshape(self.out_shape)
 
+    def may_be_nonzero(self, x: Tensor) -> Tensor | None:
+        there = x != 0
+        return (there.any(self.dims) if self.dims else there).reshape(self.out_shape)
+
     def copies(self, count: int) -> Map | None:
         dims = [d + 1 for d in self.dims]
         return Reduce(dims, (count, *self.in_shape), (count, *self.out_shape))

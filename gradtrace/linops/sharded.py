@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradtrace.linops.base import Map
-from gradtrace.linops.contraction import Contract
+from gradtrace.linops.read_through import attributes, read_through, views_of
 from gradtrace.linops.side_by_side import SideBySide
-from gradtrace.semirings.einsum_plan import plan
 from gradtrace.types import Shape
 
 
@@ -40,30 +38,21 @@ def gathered_on_read(map_: Map, model: Any, owners: Mapping[int, Any]) -> Map:
     """
     if isinstance(map_, SideBySide):
         return SideBySide([gathered_on_read(each, model, owners) for each in map_.maps])
-    slots = {name: getattr(map_, name) for name in _slots(type(map_)) if hasattr(map_, name)}
     views = {}
-    for name, held in slots.items():
+    for name, held in attributes(map_):
         if isinstance(held, Tensor) and (key := _memory(held)) in owners:
             shape, strides, offset = tuple(held.shape), held.stride(), int(held.storage_offset())
             like = held.new_empty(0)
             views[name] = ShardedView(model, owners[key], key, like, shape, strides, offset)
-        elif isinstance(held, tuple):  # vectors, such as the weight of a layer norm: copied
-            slots[name] = tuple(_own(each, owners) for each in held)
-            setattr(map_, name, slots[name])
-    if not views:
-        return map_
-    found: Any = object.__new__(_kind(type(map_), frozenset(views)))
-    found.views = views
-    for name, held in slots.items():
-        if name not in views:
-            setattr(found, name, held)
-    return found  # type: ignore[no-any-return]
+        elif type(held) is tuple:  # vectors, such as the weight of a layer norm: copied
+            setattr(map_, name, tuple(_own(each, owners) for each in held))
+    return read_through(map_, views)
 
 
 def sharded_model(maps: Iterable[Map]) -> Any:
     """What gathers the weights that these maps read; None if they are in memory."""
-    views = (getattr(map_, "views", None) for map_ in maps)
-    return next((view.model for found in views if found for view in found.values()), None)
+    views = (view for map_ in maps for view in views_of(map_) if isinstance(view, ShardedView))
+    return next((view.model for view in views), None)
 
 
 def reads_memory_of(map_: Map, owners: Mapping[int, Any]) -> bool:
@@ -77,28 +66,3 @@ def _own(held: Any, owners: Mapping[int, Any]) -> Any:
 
 def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-@lru_cache
-def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
-
-
-@lru_cache
-def _kind(kind: type[Map], names: frozenset[str]) -> type[Map]:
-    """A subclass in which these weights are read from ``views``."""
-
-    def reader(name: str) -> property:
-        return property(lambda self: self.views[name].read())
-
-    body: dict[str, Any] = {name: reader(name) for name in names}
-    body["weights"] = tuple(name for name in kind.weights if name not in names)
-    if issubclass(kind, Contract):  # passes read its shape, on some ranks only if plans are kept
-        body["plan"] = lambda self: plan(self.spec, self.in_shape, self.views["weight"].shape)
-        body["structure"] = lambda self: (
-            Contract,
-            self.spec,
-            self.in_shape,
-            self.views["weight"].shape,
-        )
-    return type(kind.__name__, (kind,), {"__slots__": ("views",), **body})

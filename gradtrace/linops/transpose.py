@@ -8,7 +8,7 @@ original. ``column_sums`` is the transpose applied to ones, without the product.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import singledispatch
+from functools import lru_cache, singledispatch
 
 import torch
 from torch import Tensor
@@ -265,9 +265,15 @@ def _(map_: Reduce) -> Map:
 
 @transposed.register
 def _(map_: Contract) -> Map:
-    x, rest = map_.spec.split(",")
+    return Contract(_turned(map_.spec), map_.weight, map_.out_shape, map_.in_shape)
+
+
+@lru_cache(maxsize=4096)
+def _turned(spec: str) -> str:
+    """The einsum of the transpose."""
+    x, rest = spec.split(",")
     weight, out = rest.split("->")
-    return Contract(f"{out},{weight}->{x}", map_.weight, map_.out_shape, map_.in_shape)
+    return f"{out},{weight}->{x}"
 
 
 @transposed.register
@@ -321,8 +327,8 @@ def is_permutation(map_: Map) -> bool:
 
 
 def column_sums(map_: Map, semiring: Semiring, ones: Value) -> Value:
-    """``⊕ᵢ lift(J[i, j]) ⊗ one`` for each input element j: the transpose applied to a value that is
-    the same everywhere (0-d tensors). Of a matrix product only the weight is summed.
+    """``⊕ᵢ lift(J[i, j])`` for each input element j: the transpose applied to ``ones``, which is
+    the semiring's one (0-d tensors). Of a matrix product only the weight is summed.
     """
     if isinstance(map_, Reduce) or is_permutation(map_):
         return each(ones, lambda one: one.expand(map_.in_shape))
@@ -345,9 +351,10 @@ def _contract_sums(map_: Contract, semiring: Semiring, ones: Value) -> Value:
     if alone:  # a pair of elements has one weight
         weight = weight.sum(alone)
         used = "".join(c for d, c in enumerate(w) if d not in alone)
-    lifted = semiring.times(semiring.weigh(weight), ones)
     over = [d for d, c in enumerate(used) if c not in x]
-    found = semiring.reduce(lifted, over)
+    found = semiring.weight_sums(weight, over)
+    if found[0].dtype is not ones[0].dtype:
+        found = semiring.times(found, ones)
     kept = [d for d in range(len(used)) if d not in over]
     letters = "".join(used[d] for d in kept)
     order = sorted(range(len(kept)), key=lambda n: x.index(letters[n]))

@@ -45,13 +45,17 @@ class timing(Generic[T]):
 
     A step costs about a microsecond. At intervals, between steps, meters are read: live tensors,
     Python objects, the process's memory, CUDA memory, pauses of the garbage collector, and the time
-    of a fixed piece of work, which shows whether the machine became slower. That takes at most
-    ``share`` of the time, once a loop has run for some seconds, and is not in the times of steps;
-    with 0 they are read only at the end and by ``timing.look()``. ``timing.graph(loss)`` also
-    counts the operators of the graph.
+    of a fixed piece of work, which shows whether the machine became slower. That is not in the
+    times of steps. ``timing.graph(loss)`` also counts the operators of the graph.
 
-    The first ``warmup`` steps are left out. GPUs run asynchronously, so with ``synchronize`` a step
-    waits for them; without, its time is right on average if the loop reads the loss at intervals.
+    Args:
+        steps: What the loop runs over, such as a loader; None to time with ``step()`` or
+            ``tick()``.
+        warmup: How many steps at the beginning are left out.
+        share: The most of the time that meters take, once a loop has run for some seconds; with 0
+            they are read only at the end and by ``timing.look()``.
+        synchronize: Whether a step waits for the GPU, which runs asynchronously; without, times are
+            right on average if the loop reads the loss at intervals.
 
     >>> import gradtrace as gt
     >>> with gt.timing() as timing:
@@ -148,7 +152,11 @@ class timing(Generic[T]):
         return self._step
 
     def tick(self, loss: Tensor | None = None) -> None:
-        """End a step, which began at the last tick, or when this timing was entered."""
+        """End a step, which began at the last tick, or when this timing was entered.
+
+        Args:
+            loss: Also counts the operators of its graph, as ``graph`` does.
+        """
         if self._synchronize:
             synchronise()
         now, last = perf_counter(), self._last
@@ -164,7 +172,11 @@ class timing(Generic[T]):
         self._last = None if self._last is None else perf_counter()
 
     def graph(self, loss: Tensor) -> None:
-        """Count the operators of a loss's graph, if a reading is due; before or after backward."""
+        """Count the operators of a loss's graph, if a reading is due; before or after backward.
+
+        Args:
+            loss: Loss of the step.
+        """
         if perf_counter() >= self._counted.due or len(self.times) + 1 >= self._next:
             begun = perf_counter()
             self._note(loss)

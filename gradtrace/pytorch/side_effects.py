@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gradtrace.pytorch import internals
 from gradtrace.pytorch.nested import tensors_in
+from gradtrace.pytorch.random_state import RandomState, cuda_devices
 
 UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
 """Arguments that batch norms write to, although their schemas do not say so."""
@@ -218,10 +219,8 @@ def same_draws(model: nn.Module) -> Iterator[Callable[[int], None]]:
     """Restores the random generators of Python, NumPy and PyTorch (of the CPU, and of the GPUs that
     the model is on) on exit. Yields a function that seeds them.
     """
-    tensors = (*model.parameters(), *model.buffers())
-    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    numpy = sys.modules.get("numpy")
-    ours, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
+    devices = cuda_devices(model)
+    before = RandomState.now(devices)
 
     def seed(number: int) -> None:
         for generator in (
@@ -230,13 +229,11 @@ def same_draws(model: nn.Module) -> Iterator[Callable[[int], None]]:
         ):
             generator.manual_seed(number)
         random.seed(number)
+        numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(number % (1 << 32))
 
     try:
-        with torch.random.fork_rng(devices):
-            yield seed
+        yield seed
     finally:
-        random.setstate(ours)
-        if numpy is not None:
-            numpy.random.set_state(theirs)
+        before.restore()

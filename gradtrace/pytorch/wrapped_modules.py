@@ -36,8 +36,9 @@ def named_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, as if there were no wrappers."""
     module = unwrapped(module)
-    if any(module is each for each in above):
-        return  # a cycle: a module that contains one of its ancestors
+    for each in above:
+        if module is each:
+            return  # a cycle: a module that contains one of its ancestors
     yield name, module
     for key, child in module._modules.items():
         if child is not None:

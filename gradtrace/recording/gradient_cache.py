@@ -22,12 +22,14 @@ class GradientCache:
         self.bytes_left = budget
         self.values: dict[int, Tensor] = {}
         self.storages: set[int] = set()
+        self.refused = False  # whether a gradient was not kept for want of memory
 
     def add(self, value: int, tensor: Tensor, expensive: Block | bool) -> None:
         """Keep a gradient, if the budget allows. ``expensive``: whether it is expensive to
         recompute, or the block that made it.
         """
         if self.bytes_left <= 0:
+            self.refused = True
             return
         storage = tensor.untyped_storage()
         place = storage._cdata
@@ -37,6 +39,7 @@ class GradientCache:
                 if isinstance(expensive, Block):
                     expensive = self._is_expensive(expensive)
                 if left < 0 or not expensive:
+                    self.refused = True
                     return
             self.bytes_left = left
             self.storages.add(place)
@@ -47,6 +50,8 @@ class GradientCache:
         enough = self.bytes_left - nbytes >= self.budget // 2 > 0
         if enough:
             self.bytes_left -= nbytes
+        else:
+            self.refused = True
         return enough
 
     def hold(self, value: int, tensor: Tensor) -> None:

@@ -39,6 +39,7 @@ from gradtrace.recording.aten_rules import (
     BatchedWeights,
     Call,
     distance_maps,
+    mask_map,
     matrix_times,
     times_matrix,
 )
@@ -64,6 +65,7 @@ class Product(Protocol):
 
     bare: bool
     batched_weights: BatchedWeights
+    changes_device: bool
 
     def __call__(
         self,
@@ -195,6 +197,7 @@ def identity(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleRe
 def to_copy(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """Another dtype or device; the values are the same up to rounding."""
     out = node(grad)
+    product.changes_device |= out.device != grad.device
     return None if out.is_complex() else [(out, [])]
 
 
@@ -249,16 +252,41 @@ def expand(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResu
 def sum_or_mean(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
     """``sum`` and ``mean``: broadcasts the cotangent to all summands; for a mean, divides it."""
     out = node(grad)
+    chain: list[Map] = [_spread(node, grad, out)]
+    if type(node).__name__.startswith("Mean"):
+        count = max(1, out.numel() // max(1, grad.numel()))
+        chain.append(Scale(1 / count, tuple(out.shape)))
+    return [(out, chain)]
+
+
+def weighted(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """Functions of many elements, each of whose derivatives is a number times the cotangent of the
+    sum that the element is in (``logsumexp``, norms, losses): the node's results for ones.
+    """
+    if any(child is not None for child, _ in edges[1:]) or _is_complex(edges[0]):
+        return None
+    weight = next(iter(_as_tuple(node(torch.ones_like(grad)))))
+    spread = _spread(node, grad, weight)
+    return [(spread.apply(grad) * weight, [spread, Scale(weight, tuple(weight.shape))])]
+
+
+def _spread(node: Node, grad: Tensor, out: Tensor) -> Index:
+    """Broadcasts the cotangent of sums over the saved dimensions to the shape of the summands."""
     shape, wide = tuple(grad.shape), tuple(out.shape)
     thin = shape
     if len(shape) < len(wide):
         over = getattr(node, "_saved_dim", None) or range(len(wide))
         dims = {_signed(d) % len(wide) for d in over}
         thin = tuple(1 if d in dims else n for d, n in enumerate(wide))
-    chain: list[Map] = [Index(lambda x: x.reshape(thin).expand(wide), shape, wide)]
-    if type(node).__name__.startswith("Mean"):
-        chain.append(Scale(1 / max(1, out.numel() // max(1, grad.numel())), wide))
-    return [(out, chain)]
+    return Index(lambda x: x.reshape(thin).expand(wide), shape, wide)
+
+
+def cumsum(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``cumsum``: the sum of the cotangents from an element on."""
+    if not grad.dim() or nodes.wanted(*edges[0]).dtype is not grad.dtype:
+        return None
+    scan = Scan(_signed(node._saved_dim) % grad.dim(), tuple(grad.shape), reverse=True)
+    return [(node(grad), [scan])]
 
 
 # Elementwise -------------------------------------------------------------------------------------
@@ -356,13 +384,62 @@ def _number(x: Tensor) -> Tensor | float:
 
 
 def div(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
-    """``x / constant``."""
+    """``x / y``: ``g / y`` and ``-g · x / y²``, computed as in PyTorch's formula."""
+    saved, shape = node._saved_other, tuple(grad.shape)
+    by, second = _number(saved), None
     if edges[1][0] is not None:
-        return None
-    by = _number(node._saved_other)
+        factor = node._saved_self / saved / saved
+        second = -grad * factor, (Scale(-1, shape), Scale(factor, shape))
+    if edges[0][0] is None:
+        return [None, second]
     call = Call(aten.div.Tensor, (grad, by), {}, [grad], grad / by, 0)
     ((chain, _),) = RULES["div"](call)
-    return [(call.out, chain)]
+    return [(call.out, chain), second]
+
+
+def absolute(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``abs``: ``g · sgn(x)``."""
+    if _is_complex(edges[0]):
+        return None
+    return [_product_with(grad, node._saved_self.sgn())]
+
+
+def _is_complex(edge: Edge) -> bool:
+    """Whether an argument is complex, though the result of the operator is real."""
+    return edge[0] is not None and bool(nodes.wanted(*edge).dtype.is_complex)
+
+
+# Masks -------------------------------------------------------------------------------------------
+
+
+def _where(mask: Tensor, grad: Tensor) -> tuple[Tensor, Chain]:
+    """The cotangent where the mask is true, and 0 elsewhere."""
+    map_ = mask_map(mask, tuple(grad.shape))
+    return map_.apply(grad), (map_,)
+
+
+def where(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``where(mask, x, y)``."""
+    mask = node._saved_condition
+    x = None if edges[0][0] is None else _where(mask, grad)
+    return [x, None if edges[1][0] is None else _where(~mask, grad)]
+
+
+def masked_fill(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``x.masked_fill(mask, number)``."""
+    if any(child is not None for child, _ in edges[1:]):
+        return None
+    return [_where(~node._saved_mask, grad)]
+
+
+def clamp(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``clamp`` between numbers, of which one may be missing."""
+    x, bounds = node._saved_self, [getattr(node, f"_saved_{end}", None) for end in ("min", "max")]
+    if bounds == [None, None]:
+        return [(grad, ())]
+    masks = [x >= bounds[0]] if bounds[0] is not None else []
+    masks += [x <= bounds[1]] if bounds[1] is not None else []
+    return [_where(masks[0] if len(masks) == 1 else masks[0] & masks[1], grad)]
 
 
 # Products ----------------------------------------------------------------------------------------
@@ -523,19 +600,23 @@ def aten_call(operation: str, arguments: str) -> NodeRule:
     """A rule for a node whose formula is one ATen operation.
 
     ``arguments`` lists, separated by spaces: ``g`` (the cotangent), ``needed`` (for each argument
-    of the node, whether it needs a gradient), ``dtype`` (of the first argument), ``0``, or the
-    name of a saved value.
+    of the node, whether it needs a gradient), ``dtype`` (of the first argument), ``0``, ``false``,
+    or the name of a saved value. A formula with one result is that of the first argument.
     """
     func, aten_rule = getattr(aten, operation).default, RULES[operation]
+    single = len(func._schema.returns) == 1
     special: dict[str, Callable[[Tensor, Edges], Any]] = {
         "g": lambda grad, edges: grad,
         "needed": lambda grad, edges: [child is not None for child, _ in edges],
         "dtype": lambda grad, edges: nodes.wanted(*edges[0]).dtype,
         "0": lambda grad, edges: 0,
+        "false": lambda grad, edges: False,
     }
     names = [(special.get(name), f"_saved_{name}") for name in arguments.split()]
 
     def rule(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+        if single and any(child is not None for child, _ in edges[1:]):
+            return None
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
         bare = product.bare and operation == "convolution_backward"
         out = placeholders.convolution_backward(*args) if bare else func(*args)
@@ -567,6 +648,29 @@ def embedding(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleR
     return [(lazy, [Scatter.table(node._saved_indices, tuple(grad.shape), rows, padding)])]
 
 
+def _added(func: Any, grad: Tensor, shape: Sequence[int], *where: Any) -> RuleResult:
+    """The cotangent added to zeros of a shape by an ATen operation of ``RULES``."""
+    zeros = grad.new_zeros(tuple(shape))
+    args = (zeros, *[grad if each is Tensor else each for each in where])
+    call = Call(func, args, {}, [grad], func(*args), 0)
+    ((chain, _),) = RULES[func._schema.name.removeprefix("aten::")](call)
+    return [(call.out, chain)]
+
+
+def index(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``x[indices]``: adds each element to the one that it was read from."""
+    shape, indices = node._saved_self_sym_sizes, node._saved_indices
+    return _added(aten.index_put.default, grad, shape, indices, Tensor, True)
+
+
+def gather(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
+    """``x.gather(dim, index)``: adds each element to the one that it was read from."""
+    if node._saved_sparse_grad:
+        return None
+    shape, dim = nodes.wanted(*edges[0]).shape, _signed(node._saved_dim)
+    return _added(aten.scatter_add.default, grad, shape, dim, node._saved_index, Tensor)
+
+
 _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (transpose_2d, "T0"),
     (transpose, "Transpose0"),
@@ -579,7 +683,9 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (stack, "Stack0"),
     (expand, "Expand0"),
     (sum_or_mean, "Sum0 Sum1 Mean0 Mean1"),
-    (elementwise, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0"),
+    (weighted, "Logsumexp0 LinalgVectorNorm0 BinaryCrossEntropyWithLogits0"),
+    (cumsum, "Cumsum0"),
+    (elementwise, "Gelu0 Silu0 Exp0 Sqrt0 Rsqrt0 Sin0 Cos0 Neg0 Log0 Log1P0 Reciprocal0 Erf0"),
     (tanh, "Tanh0"),
     (sigmoid, "Sigmoid0"),
     (pow_scalar, "Pow0"),
@@ -589,6 +695,10 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (mul, "Mul0"),
     (mul_scalar, "Mul1"),
     (div, "Div0"),
+    (absolute, "Abs0"),
+    (where, "Where0"),
+    (masked_fill, "MaskedFill0"),
+    (clamp, "Clamp1 ClampMin0 ClampMax0"),
     (matmul, "Mm0 Bmm0"),
     (addmm, "Addmm0"),
     (sparse_addmm, "SparseAddmm0"),
@@ -596,6 +706,8 @@ _ROWS: tuple[tuple[NodeRule, str], ...] = (
     (mv, "Mv0"),
     (logcumsumexp, "Logcumsumexp0"),
     (embedding, "Embedding0"),
+    (index, "Index0"),
+    (gather, "Gather0"),
     (euclidean_dist, "EuclideanDist0"),
 )
 
@@ -626,8 +738,40 @@ _CALLS = (
         "g self kernel_size stride padding dilation ceil_mode result1",
     ),
     (
+        "AvgPool2D0",
+        "avg_pool2d_backward",
+        "g self kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    ),
+    ("AdaptiveAvgPool2D0", "_adaptive_avg_pool2d_backward", "g self"),
+    (
+        "UpsampleNearest2D0",
+        "upsample_nearest2d_backward",
+        "g output_size self_sym_sizes scales_h scales_w",
+    ),
+    (
+        "UpsampleBilinear2D0",
+        "upsample_bilinear2d_backward",
+        "g output_size self_sym_sizes align_corners scales_h scales_w",
+    ),
+    ("LeakyRelu0", "leaky_relu_backward", "g self negative_slope false"),
+    ("Elu0", "elu_backward", "g alpha scale input_scale false self"),
+    ("Hardtanh0", "hardtanh_backward", "g self min_val max_val"),
+    ("Hardswish0", "hardswish_backward", "g self"),
+    ("Hardsigmoid0", "hardsigmoid_backward", "g self"),
+    ("Softplus0", "softplus_backward", "g self beta threshold"),
+    ("LogSigmoid0", "log_sigmoid_backward", "g self buffer"),
+    ("MseLoss0", "mse_loss_backward", "g self target reduction"),
+    ("SmoothL1Loss0", "smooth_l1_loss_backward", "g self target reduction beta"),
+    ("HuberLoss0", "huber_loss_backward", "g self target reduction delta"),
+    ("BinaryCrossEntropy0", "binary_cross_entropy_backward", "g self target weight reduction"),
+    (
         "NllLoss0",
         "nll_loss_backward",
+        "g self target weight reduction ignore_index total_weight",
+    ),
+    (
+        "NllLoss2D0",
+        "nll_loss2d_backward",
         "g self target weight reduction ignore_index total_weight",
     ),
 )

@@ -8,16 +8,17 @@ formulas of other nodes run under a dispatch mode that records their ATen operat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradtrace.autodiff import hooks, nodes
 from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.labels import labels_of
 from gradtrace.autodiff.names import NO_MODULE, ModuleCall, NameTable, placed
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
@@ -28,13 +29,15 @@ from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
 from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, Program, Step
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks
+from gradtrace.linops import Map
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.dtensor import LocalParts
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.recording import placeholders
 from gradtrace.recording.aten_rules import BatchedWeights, real_dtype, shape_of
+from gradtrace.recording.devices import on_one_device
 from gradtrace.recording.dispatch import DispatchRecorder
-from gradtrace.recording.formula import FormulaRecorder
+from gradtrace.recording.formula import FormulaRecorder, Given
 from gradtrace.recording.gradient_cache import GradientCache
 from gradtrace.recording.node_rules import (
     MULTI_OUTPUT_RULES,
@@ -70,9 +73,11 @@ class GradientProducts:
         self.bare = bare
         self.defers = not bare  # whether gradients of large leaves may be computed later
         self.deferred_outputs: dict[int, Tensor] = {}  # placeholders of deferred results, by id
+        self.decisions: list[bool] = []  # whether each gradient that could be was deferred
         self.held: dict[int, int] = {}  # elements held for each leaf, by id
         self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self.batched_weights = BatchedWeights()
+        self.changes_device = False  # whether the graph is over several devices
 
     def __call__(
         self,
@@ -85,11 +90,10 @@ class GradientProducts:
         """``a @ b``, the cotangent that is passed along ``edge``; see ``Product``."""
         if self.bare:
             return placeholders.product(a, b)
-        if (
-            grad is not None
-            and (out := self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)) is not None
-        ):
-            return out
+        if grad is not None and prod(a.shape[:-1]) * b.shape[-1] >= DEFER_MIN_ELEMENTS:
+            out = self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)
+            if out is not None:
+                return out
         multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul has more overhead
         return multiply(b.mT, a.mT).mT if via_transpose else multiply(a, b)
 
@@ -98,15 +102,21 @@ class GradientProducts:
         size = prod(shape)
         if not self.defers or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
             return None
-        if backend_of(grad).synchronises and self.cache.spend(size * grad.itemsize):
+        if not self._defers(leaf, size, grad):
             return None
-        held = self.held.get(id(leaf), 0) + grad.numel()
-        if held > size:
-            return None
-        self.held[id(leaf)] = held
         out = grad.new_zeros(()).expand(tuple(shape))
         self.deferred_outputs[id(out)] = out
         return out
+
+    def _defers(self, leaf: Tensor, size: int, grad: Tensor) -> bool:
+        """Whether the gradient of a leaf of this size, computed from ``grad``, is deferred."""
+        held = self.held.get(id(leaf), 0) + grad.numel()
+        spent = backend_of(grad).synchronises and self.cache.spend(size * grad.itemsize)
+        defers = not spent and held <= size
+        if defers:
+            self.held[id(leaf)] = held
+        self.decisions.append(defers)
+        return defers
 
     def one(self, like: Tensor) -> Tensor:
         """A 0-d tensor 1 of the dtype and on the device of ``like``; cached."""
@@ -129,6 +139,56 @@ class GradientProducts:
             return None
         leaf: Tensor = node.variable
         return leaf
+
+
+class DeferredGradients(dict[int, LazyGradient]):
+    """Gradients that are computed later, by value number."""
+
+    def follow(self, value: int, grad: Tensor, chain: Chain, number: int, starts: bool) -> bool:
+        """Defer the value ``number``, made by a chain of maps of ``value`` (with the gradient
+        ``grad``), if that is deferred or ``starts`` is set. True if its parts begin here.
+        """
+        if value in self:
+            self[number] = self[value].mapped(chain)
+            return False
+        if starts:
+            self[number] = LazyGradient([LazyPart(tuple(chain), grad)])
+        return starts
+
+    def add(self, there: tuple[Tensor, int], here: tuple[Tensor, int], total: int) -> Tensor:
+        """``there + here``; if a summand is deferred so is the sum, and its placeholder returned.
+        A summand is a gradient and its value number; ``total`` is that of the sum.
+        """
+        lazy = [self.get(number) for _, number in (there, here)]
+        if not (lazy[0] or lazy[1]):
+            return there[0] + here[0]
+        both = (
+            part or LazyGradient([LazyPart((), x)]) for part, (x, _) in zip(lazy, (there, here))
+        )
+        self[total] = next(both).added(next(both))
+        return there[0] if lazy[0] else here[0]
+
+
+def conformed(out: Tensor, chain: Chain, meta: Any) -> tuple[Tensor, list[tuple[Map, torch.dtype]]]:
+    """What PyTorch's engine does after each node: a result summed over broadcast dimensions and
+    converted to the dtype in ``meta``, with all the maps to it and the dtypes of their results.
+    """
+    shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
+    alike = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
+    if not alike or not wanted:  # scalars may come from another device
+        if shape != wanted:
+            chain = [*chain, *summed(shape, wanted)]
+        conform_to = nodes.conform(out, meta)
+        maps = [(map_, dtype) for map_ in chain or same(shape, shape)]
+        if conform_to.dtype is not dtype:
+            maps += [(map_, conform_to.dtype) for map_ in same(conform_to.shape, conform_to.shape)]
+        return conform_to, maps
+    return out, [(map_, dtype) for map_ in chain or same(shape, shape)]
+
+
+def rule_of(name: str) -> NodeRule | None:
+    """The rule of a type of node, by its name."""
+    return NODES.get(name)
 
 
 class NodeKind(NamedTuple):
@@ -171,7 +231,7 @@ class ProgramRecorder:
         self.formulas = FormulaRecorder(self.recorder, self.clear_since, opaque, self.outputs)
         self.bare = bare
         self.products = GradientProducts(self.clear_since, bare, self.cache)
-        self.deferred: dict[int, LazyGradient] = {}
+        self.deferred = DeferredGradients()
         self.seed = seed
         self.first = self.recorder.new()
         self.adjoints: dict[Node, dict[int, tuple[Tensor, int]]] = {
@@ -180,6 +240,11 @@ class ProgramRecorder:
         self.blocks: list[Block] = []
         self.leaves: list[Leaf] = []
         self.kinds: dict[type, NodeKind] = {}
+        # nodes with their edges, and the block or the value of the leaf that each became
+        self.visited: dict[Node, tuple[Edges, Block | int | None]] = {}
+        # of each formula a value number before its own, its first map and the end of its maps
+        self.formula_spans: dict[Node, tuple[int, int, int]] = {}
+        self.not_replayable = ""  # why the recording cannot be replayed
         self.new, self.maps = self.recorder.new, self.recorder.maps
         # nodes with sequence numbers in [start, end) were made by the module call ``place``
         self.place, self.start, self.end = NO_MODULE, 0, 0
@@ -195,9 +260,11 @@ class ProgramRecorder:
         """Record the maps of a node and pass its results on to the nodes of its arguments."""
         arrived = self.adjoints.pop(node, None)
         if arrived is None:
+            self.visited[node] = edges, None
             return
         kind = type(node)
         if kind is ACCUMULATE:
+            self.visited[node] = edges, arrived[0][1]
             self._leaf(node.variable, *arrived[0])
             return
         known = self.kinds.get(kind) or self._kind(kind)
@@ -206,6 +273,7 @@ class ProgramRecorder:
             self._find_module_call(number)
         place = self.off_thread.get(node, self.place) if self.off_thread else self.place
         block = Block(known.name, place, {}, [], {})
+        self.visited[node] = edges, block
         takes = block.takes
         for slot in arrived:
             takes[slot] = arrived[slot][1]
@@ -214,19 +282,31 @@ class ProgramRecorder:
                 known, node, edges, arrived, block
             ):
                 block.operator = nodes.name_of(node)
-                for position, out, value in self.formulas.follow(node, edges, arrived, block):
+                for position, out, value in self._formula(node, edges, arrived, block):
+                    self.products.changes_device |= out.device != self.seed.device
                     self._pass_on(block, position, edges[position], out, value)
         except Exception as error:
             raise self.name_table.place(error, node, self.off_thread.get(node)) from error
         self.blocks.append(block)
 
+    def _formula(
+        self, node: Node, edges: Edges, arrived: dict[int, tuple[Tensor, int]], block: Block
+    ) -> list[Given]:
+        """Record a node by its formula; the results by position."""
+        if node._sequence_nr() < self.clear_since:
+            self.not_replayable = "hooks may stand on its operators"
+        elif nodes.is_python(node) and labels_of(node) is None:
+            self.not_replayable = f"{block.operator} runs code of the user's"
+        start, first = self.new(), len(self.maps)
+        found = self.formulas.follow(node, edges, arrived, block)
+        self.formula_spans[node] = start, first, len(self.maps)
+        return found
+
     def _kind(self, kind: type) -> NodeKind:
         """Look up, once per type of node, what is known about it."""
         name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
         ending = kind is ACCUMULATE or name in VIEWS
-        found = NodeKind(
-            name, NODES.get(name), name in MULTI_OUTPUT_RULES, facts.conform_at, ending
-        )
+        found = NodeKind(name, rule_of(name), name in MULTI_OUTPUT_RULES, facts.conform_at, ending)
         self.kinds[kind] = found
         return found
 
@@ -258,7 +338,8 @@ class ProgramRecorder:
                 continue
             out, chain = result
             if conform_at is None or position in conform_at:
-                out, number = self._conformed(out, chain, value, edge, block)
+                out, maps = conformed(out, chain, self.outputs.wanted(*edge))
+                number = self._steps(maps, value, block)
             else:
                 number = self._chain(chain, value, out, block)
             if self.deferred or self.products.deferred_outputs:
@@ -294,35 +375,22 @@ class ProgramRecorder:
         Returns the number of the last value.
         """
         dtype = out.dtype
-        for step in chain or same(out.shape, out.shape):
+        return self._steps(
+            [(map_, dtype) for map_ in chain or same(out.shape, out.shape)], value, block
+        )
+
+    def _steps(self, maps: Iterable[tuple[Map, torch.dtype]], value: int, block: Block) -> int:
+        """Append maps as steps, each with the dtype of its result."""
+        for map_, dtype in maps:
             result = self.new()
-            block.steps.append(self.maps.single(result, step, value, dtype))
+            block.steps.append(self.maps.single(result, map_, value, dtype))
             value = result
         return value
 
-    def _conformed(
-        self, out: Tensor, chain: Chain, value: int, edge: Edge, block: Block
-    ) -> tuple[Tensor, int]:
-        """``_chain``, followed by what PyTorch's engine does after each node: sum over broadcast
-        dimensions and convert to the dtype of the argument.
-        """
-        meta = self.outputs.wanted(*edge)
-        shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
-        alike = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
-        if alike and wanted:  # scalars may come from another device
-            return out, self._chain(chain, value, out, block)
-        if shape != wanted:
-            chain = [*chain, *summed(shape, wanted)]
-        value = self._chain(chain, value, out, block)
-        out = nodes.conform(out, meta)
-        return out, value if out.dtype is dtype else self._chain((), value, out, block)
-
     def _defer(self, value: int, grad: Tensor, chain: Chain, number: int, out: Tensor) -> None:
         """Keep, for a deferred gradient, the cotangent and the maps that it is computed from."""
-        if value in self.deferred:
-            self.deferred[number] = self.deferred[value].mapped(chain)
-        elif self.products.deferred_outputs.pop(id(out), None) is not None:
-            self.deferred[number] = LazyGradient([LazyPart(tuple(chain), grad)])
+        starts = self.products.deferred_outputs.pop(id(out), None) is not None
+        if self.deferred.follow(value, grad, chain, number, starts):
             self.cache.hold(value, grad)
 
     def _record_multi_output(
@@ -341,13 +409,9 @@ class ProgramRecorder:
 
     def _leaf(self, leaf: Tensor, tensor: Tensor, value: int) -> None:
         """Add a leaf with its gradient to the program, after the hooks on it."""
-        if leaf.device != self.seed.device and leaf.dim():
-            name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
-            raise Unsupported(
-                f"leaf {name} is on {leaf.device} and the loss on {self.seed.device}; gradient is "
-                "followed on one device: bring the model, what it is given, and the loss to one "
-                "(gradtrace.backward(loss) takes graphs over several)"
-            )
+        self.products.changes_device |= leaf.device != self.seed.device and leaf.dim() > 0
+        if leaf._backward_hooks:
+            self.not_replayable = "hooks stand on its leaves"
         if leaf._backward_hooks and hooks.has_active_hooks(leaf):
             block = Block(HOOKS, NO_MODULE, {0: value})
             name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
@@ -368,15 +432,9 @@ class ProgramRecorder:
         The sum becomes a step of ``block.merges``. If a summand is lazy, so is the sum.
         """
         shape, result = shape_of(out), self.recorder.new()
-        lazy = [self.deferred.get(number) for number in (there[1], value)]
-        total = there[0] if self.bare or lazy[0] else out if lazy[1] else there[0] + out
-        if lazy[0] or lazy[1]:
-            both = (
-                part or LazyGradient([LazyPart((), x)]) for part, x in zip(lazy, (there[0], out))
-            )
-            self.deferred[result] = next(both).added(next(both))
-        elif there[1] not in self.sums:  # semirings compare the summands, so cache them
-            for tensor, number in (there, (out, value)):
+        total = there[0] if self.bare else self.deferred.add(there, (out, value), result)
+        if result not in self.deferred and there[1] not in self.sums:
+            for tensor, number in (there, (out, value)):  # semirings compare the summands
                 self.cache.add(number, tensor, True)
         (move,) = same(shape, shape)
         terms = tuple([self.maps.term(move, number) for number in (there[1], value)])
@@ -420,13 +478,14 @@ def record(
     keep: int = 0,
     bare: bool = False,
     make: Callable[..., ProgramRecorder] = ProgramRecorder,
+    done: Callable[[ProgramRecorder, Program], object] | None = None,
 ) -> Program:
     """The backward program of a loss.
 
     An operator without a structured rule is stored as a matrix of at most ``limit`` entries; a
     larger one is refused, or with ``opaque`` kept as a function. ``keep`` is the number of bytes of
     gradients to cache with the program. A ``bare`` program has placeholders instead of gradients,
-    if no user code reads them. ``make`` makes the recorder.
+    if no user code reads them. ``make`` makes the recorder; ``done`` is called with it at the end.
 
     Recording is repeated where an attempt was on a wrong assumption (``Retry``): first with
     placeholders if ``bare``, then with deferred checks on a GPU, then without either.
@@ -436,12 +495,21 @@ def record(
     def attempt(bare: bool, checks: DeferredChecks | None) -> Program:
         recorder = make(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
         recorder.off_thread = others
+        recorder.not_replayable = "modules were called on several threads" if others else ""
         with closing(recorder), _assuming(bare, checks), one_pass():
             walk(loss, recorder.visit, order)
             recorder.products.batched_weights.flush()
         kept = {} if bare else recorder.cache.values
         constants = Constants(seed, recorder.maps, recorder.leaves, kept, recorder.parts())
-        return Program(recorder.first, recorder.new(), recorder.blocks, constants)
+        if recorder.products.changes_device:
+            constants, recorder.not_replayable = (
+                on_one_device(constants),
+                "it is over several devices",
+            )
+        program = Program(recorder.first, recorder.new(), recorder.blocks, constants)
+        if done is not None:
+            done(recorder, program)
+        return program
 
     backend = backend_of(seed)
     if bare and _no_user_code(loss, watch.clear_since()):

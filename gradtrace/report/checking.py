@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from gradtrace.io.validation import array, check_each, integer, one_of, unfit
+from gradtrace.report.findings import SEVERITIES
 from gradtrace.report.model import UNFOLLOWED, HeatMap, Leaf, View
 from gradtrace.types import RULES
 
@@ -17,6 +18,7 @@ MAX_COUNT = 2**63 - 1
 MAX_DIMENSIONS = 64
 
 _shape = array(integer(0, MAX_COUNT), MAX_DIMENSIONS)
+_severity = one_of(*SEVERITIES)
 _rule, _granularity = one_of(*RULES), one_of("scalar", "operator")
 
 
@@ -33,6 +35,7 @@ def check(view: View) -> None:
         "tables": _tables,
         "flow": _flow,
         "choices": _choices,
+        "diagnosis": _diagnosis,
     }
     check_each((name, part, view) for name, part in parts.items())
 
@@ -131,6 +134,12 @@ def _choices(view: View) -> None:
         _bounded(fork, module=modules, times=MAX_COUNT)
         for branch in fork.branches:
             _bounded(branch, module=modules)
+
+
+def _diagnosis(view: View) -> None:
+    for finding in view.diagnosis.findings if view.diagnosis else ():
+        _severity(finding.severity)
+        _bounded(finding, module=(-1, len(view.modules)))
 
 
 def _flow(view: View) -> None:

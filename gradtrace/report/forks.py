@@ -29,14 +29,10 @@ def forks(
 
 def shown(found: Choices, modules: Mapping[str, int]) -> tuple[Fork, ...]:
     """The forks as a report shows them; ``modules`` are their numbers by name."""
-    told, rows = found.information, dict[str, list[Choice]]()
+    rows: dict[str, list[Choice]] = {}
     for row in found.rows:
         rows.setdefault(row.fork, []).append(row)
-    within = {
-        fork: not any(_module(row.branch, modules) > 0 for row in some)
-        for fork, some in rows.items()
-    }
-    order = sorted(rows, key=lambda fork: (within[fork], -told[fork]))[:MAX_FORKS]
+    order = found.ranked()[:MAX_FORKS]
     return tuple(_fork(rows[name], found.pairs, modules) for name in order)
 
 

@@ -212,6 +212,29 @@ class Coverage:
     words: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a diagnosis found; ``place`` is the name of its module, in words."""
+
+    kind: str
+    severity: str
+    title: str
+    module: int
+    place: str
+    parameters: tuple[str, ...]
+    line: str
+    evidence: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a loss and its gradient, worst first."""
+
+    findings: tuple[Finding, ...]
+    remarks: tuple[str, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class View:
     """Everything that a report shows of one trace."""
@@ -234,6 +257,7 @@ class View:
     flow: Flow
     coverage: Coverage | None = None  # None: whole tensors, or a file of an older version
     choices: tuple[Fork, ...] | None = None  # None: not measured, or a file of an older version
+    diagnosis: Diagnosis | None = None  # None: not asked for, or a file of an older version
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,6 +287,43 @@ class Timing:
     high: float
 
 
+@dataclass(frozen=True)
+class AttributionNode:
+    """An input position, a head, a module or the output of an attribution graph."""
+
+    name: str
+    kind: str
+    label: str
+    rank: int
+    score: float
+    influence: float
+
+
+@dataclass(frozen=True)
+class AttributionEdge:
+    """What goes from a node (its number) to another."""
+
+    source: int
+    target: int
+    score: float
+    influence: float
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """A pruned attribution graph: what moves a scalar, and by which routes."""
+
+    value: float
+    total: float
+    rule: str
+    points: int
+    defect: float
+    whole: tuple[int, int]
+    kept: tuple[float, float]
+    nodes: tuple[AttributionNode, ...]
+    edges: tuple[AttributionEdge, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Report:
     """A whole page."""
@@ -273,6 +334,7 @@ class Report:
     traces: tuple[View, ...]
     training: Training | None
     timing: Timing | None
+    attribution: Attribution | None = None
 
 
 # From dicts ---------------------------------------------------------------------------------------

@@ -19,7 +19,16 @@ from gradtrace.errors import GradtraceError
 from gradtrace.io import container
 from gradtrace.printable import printable
 from gradtrace.report.encode import contained, lettered
-from gradtrace.report.model import UNFOLLOWED, Forest, HeatMap, Report, Timing, Training, View
+from gradtrace.report.model import (
+    UNFOLLOWED,
+    Attribution,
+    Forest,
+    HeatMap,
+    Report,
+    Timing,
+    Training,
+    View,
+)
 from gradtrace.report.tuning import FRAME_HEIGHT_PX, NOTEBOOK_MAX_CHARS, TITLE_MAX_CHARS
 
 SCHEMA = 1
@@ -41,6 +50,7 @@ def report(
     names: str | Sequence[str] | None = None,
     training: Training | None = None,
     timing: Timing | None = None,
+    attribution: Attribution | None = None,
 ) -> Report:
     """A report of zero, one or two traces, under ``names`` or their own names."""
     given = [names] if isinstance(names, str) else list(names or ())
@@ -63,6 +73,7 @@ def report(
         tuple(replace(view, name=name) for view, name in zip(views, called)),
         training,
         timing,
+        attribution,
     )
 
 

@@ -11,8 +11,10 @@ from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
+from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff.names import enclosing
+from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.report.model import Edges, Ints, Module, Operators
 from gradtrace.report.source import Source
 
@@ -74,7 +76,8 @@ class ProgramRows:
         rows: list[tuple[int, ...]] = []
         for block in blocks:
             place = self.modules[block.place.module], block.place.call
-            first = shapes[block.takes[min(block.takes)]]
+            # In the program of an attribution blocks that lead to parameters take nothing.
+            first = shapes[block.takes[min(block.takes)]] if block.takes else ()
             is_view = VIEWS.fullmatch(block.operator) is not None
             rows.append((self.words(block.operator), *place, self.shapes(first), -1, is_view))
         word = self.words(LEAF)
@@ -148,14 +151,24 @@ class ProgramRows:
         return found
 
     def _parameters(self) -> dict[str, int]:
-        """The number of parameter elements in each module and its children, tied ones once."""
-        found = dict.fromkeys(self.modules, 0)
+        """The number of parameter elements in each module and its children, tied ones once; also of
+        parameters that the gradient does not reach.
+        """
+        sizes: dict[tuple[str, ...], int] = {}
         for leaf in filter(self.source.is_parameter, self.source.leaves):
             name = self.source.names[leaf.value]
-            names = (name, *self.source.traced.aliases.get(name, ()))
+            sizes[(name, *self.source.traced.aliases.get(name, ()))] = leaf.tensor.numel()
+        known = {each for names in sizes for each in names}
+        model, others = self.source.traced.model, dict[int, tuple[int, list[str]]]()
+        for name, parameter in () if model is None else named_parameters(model):
+            if name not in known and not is_lazy(parameter):
+                others.setdefault(id(parameter), (parameter.numel(), []))[1].append(name)
+        sizes |= {tuple(names): elements for elements, names in others.values()}
+        found = dict.fromkeys(self.modules, 0)
+        for names, elements in sizes.items():
             for module in {module for each in names for module in enclosing(each)}:
                 if module in found:
-                    found[module] += leaf.tensor.numel()
+                    found[module] += elements
         return found
 
     def _forms(self) -> dict[str, int]:

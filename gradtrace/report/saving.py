@@ -17,6 +17,8 @@ from gradtrace.autodiff.names import Gradients, unknown
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
+from gradtrace.report.attribution import Graph
+from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
 from gradtrace.runs import history
@@ -54,7 +56,15 @@ class Saved:
     _choices: Choices | None = field(default=None, repr=False)  # None: in older files
 
     def influence(self, components: str | None = None, weight: str = "count") -> Influence:
-        """A saved table: that of modules, or of another kind that was requested before saving."""
+        """A saved table: that of modules, or of another kind that was requested before saving.
+
+        Args:
+            components: None (modules) or the kind: ``"classes"``, ``"operators"``, ...
+            weight: ``"count"`` or ``"gradient"``.
+
+        Returns:
+            The table; an error says which are in the file.
+        """
         kind = components or ""
         if not isinstance(kind, str) or kind not in self._tables:
             have = ", ".join(repr(name) if name else "the default" for name in self._tables)
@@ -78,11 +88,26 @@ class Saved:
         return self._flow
 
     def paths(self, name: str | None = None) -> Paths:
-        """The saved paths, of all leaves or of one."""
+        """The saved paths, of all leaves or of one.
+
+        Args:
+            name: Name of a leaf; all by default.
+
+        Returns:
+            The paths of the sample that was saved.
+        """
         return self._paths if name is None else self._paths.of(name)
 
     def path(self, name: str, index: int | Sequence[int] = ()) -> Path:
-        """The path of an element, if it is among the saved ones."""
+        """The path of an element, if it is among the saved ones.
+
+        Args:
+            name: Name of the leaf.
+            index: Of the element.
+
+        Returns:
+            The path.
+        """
         if name not in self.gradients:
             raise UnknownName(unknown("leaf", name, self.gradients))
         found = self._paths.of(name, index)
@@ -100,11 +125,19 @@ class Saved:
         compare: Viewed | None = None,
         name: str | Sequence[str] | None = None,
         training: str | os.PathLike[str] | None = None,
+        attribution: Graph | None = None,
     ) -> None:
         """Write one HTML file that shows the trace in a browser; see ``Trace.report``. Its top
         paths are those of the saved sample.
+
+        Args:
+            path: File to write.
+            compare: Another trace to show beside this one.
+            name: Title of this trace in the report, or one for each of the two.
+            training: File of a ``gradtrace.Monitor``, whose run is then shown, too.
+            attribution: Graph to show in a tab of its own: ``watch.attribute(...).graph()``.
         """
-        write(path, [self, compare], name, training)
+        write(path, [self, compare], name, training, attribution=attribution)
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks."""
@@ -127,8 +160,12 @@ def write(
     training: str | os.PathLike[str] | None,
     sample: int = 1000,
     seed: int = 0,
+    attribution: Graph | None = None,
 ) -> None:
-    """Write the report of some traces, and of the run in a Monitor's file, if given."""
+    """Write the report of some traces, and of the run in a Monitor's file and of an attribution
+    graph, if given.
+    """
+    graph = of_attribution(attribution)
     run = None if training is None else history.read(training)
     run_parts = (None, None) if run is None else (of_training(run), of_timing(run))
     given = [trace for trace in traces if trace is not None]
@@ -139,7 +176,7 @@ def write(
                 "gradtrace.trace, watch.trace or gradtrace.load returned"
             )
     views = [trace._view(sample, seed) for trace in given]
-    reports.write(path, reports.report(views, name, *run_parts))
+    reports.write(path, reports.report(views, name, *run_parts, graph))
 
 
 def save(
@@ -177,6 +214,13 @@ def load(path: str | os.PathLike[str]) -> Saved:
 
     Files contain numbers and text, and no code; one that is damaged, of a newer version or not a
     trace raises ``gradtrace.io.container.BadFile``.
+
+    Args:
+        path: A ``.gradtrace`` file.
+
+    Returns:
+        The trace as saved: tables, flow, choices, and the paths of a sample; its ``report`` writes
+        the page.
     """
     with container.about(path):
         meta, tensors = container.read(path, KIND, schemas.TRACE)[1:]

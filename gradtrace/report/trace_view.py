@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.ir.program import Program
 from gradtrace.report import model
 from gradtrace.report.building import view
+from gradtrace.report.findings import diagnosis
 from gradtrace.report.forks import forks
 from gradtrace.report.model import View
 from gradtrace.report.source import Source
@@ -45,8 +48,16 @@ def is_large(program: Program) -> bool:
     return elements > FULL_VIEW_MAX_ELEMENTS or len(program.blocks) > FULL_VIEW_MAX_OPERATORS
 
 
-def view_of(traced: TracedProgram, sample: int, seed: int, small: bool = False) -> View:
-    """Everything that a report shows of a trace, with the paths of ``sample`` elements."""
+def view_of(
+    traced: TracedProgram,
+    sample: int,
+    seed: int,
+    small: bool = False,
+    diagnosed: Mapping[str, Any] | None = None,
+) -> View:
+    """Everything that a report shows of a trace, with the paths of ``sample`` elements;
+    ``diagnosed`` is the dict of a ``Diagnosis`` of the same loss, if there is one.
+    """
     traced.check_unchanged()
     tables, notes = _tables(traced, small)
     if traced.pairs > 1:
@@ -62,7 +73,8 @@ def view_of(traced: TracedProgram, sample: int, seed: int, small: bool = False) 
     source = Source(traced, tables, (*traced.notes, *notes))
     made = view(source, sample, seed, SMALL if small else FULL)
     divided = forks(traced, made.modules, small)
-    return replace(made, coverage=found, choices=divided)
+    findings = diagnosis(diagnosed, {each.name: n for n, each in enumerate(made.modules)})
+    return replace(made, coverage=found, choices=divided, diagnosis=findings)
 
 
 def _coverage(found: Coverage, contradictions: str) -> model.Coverage:

@@ -44,6 +44,9 @@ LEAF_MAX_CELLS = 48 * 48
 MAX_ROUTES, ROUTE_MAX_STARTS = 50, 5
 """The most routes in a view, and the most paths of a route whose starts are in it."""
 
+ATTRIBUTION_MAX_EDGES = 5_000
+"""The most edges of an attribution graph in a page."""
+
 MAX_SHARES = 100_000
 """The most shares of a run in a page; of longer runs it has only some of the steps."""
 

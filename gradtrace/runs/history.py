@@ -61,7 +61,10 @@ class StepRecord:
 
     ``loss`` and ``norms`` are without the ``scale`` that the loss was multiplied by. ``influence``
     is None if it could not be measured, and ``notes`` say why. ``seconds`` is what this trace took,
-    and ``share`` the share of training time that all traces had taken by then.
+    and ``share`` the share of training time that all traces had taken by then. If the Monitor has
+    loggers, ``choices`` are the shares of branches at forks between modules
+    (``Choices.between_modules``). ``terms`` are the norms and cosines of the loss terms that the
+    step was given (``Conflicts``), over all parameters: ``"norm ce"``, ``"cosine ce kl"``.
     """
 
     step: int
@@ -73,6 +76,8 @@ class StepRecord:
     seconds: float = 0.0
     share: float = math.nan
     notes: tuple[str, ...] = ()
+    choices: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,8 +152,9 @@ class History(Summarised):
         return TextTable(repr(self), columns, rows, self.notes)
 
     def to_pandas(self) -> Any:
-        """One row per traced step: those of ``table``, then a column ``share/…`` for each component
-        and ``norm/…`` for each module's own parameters.
+        """One row per traced step: those of ``table``, then a column ``share/…`` for a component,
+        ``norm/…`` for each module's own parameters, ``choice/…`` for each branch and ``terms/…``
+        for norms and cosines of loss terms.
         """
         plain, more = self.table(), self._curves()
         columns = (*plain.columns, *(TextColumn(name, "number") for name in more))
@@ -159,13 +165,19 @@ class History(Summarised):
         """Shares and norms over the traced steps, by name; NaN where there is none."""
         wide = [scalars(record, "") for record in self.records]
         names = dict.fromkeys(name for found in wide for name in found)
-        more = [name for name in names if name.startswith(("share/", "norm/"))]
+        more = [name for name in names if "/" in name]
         return {name: [found.get(name, math.nan) for found in wide] for name in more}
 
     def plot(self, by: str | None = None, *, most: int = 8, ax: Any = None) -> Any:
         """A line over steps for each component's share, at most ``most``: those that move most.
 
-        ``by`` names a column of ``to_pandas`` (``"loss"``) to draw alone. Returns the ``Axes``.
+        Args:
+            by: Name of a column of ``to_pandas`` to draw alone, such as ``"loss"``.
+            most: The most lines.
+            ax: ``Axes`` to draw on; new ones by default.
+
+        Returns:
+            matplotlib's ``Axes``.
         """
         lines = self._lines(by, most)
         ax = plotting.axes(4.0, ax)
@@ -385,6 +397,8 @@ class HistoryReader:
             float(line["seconds"]),
             float(line["share"]),
             tuple(line["notes"]),
+            {name: float(share) for name, share in line.get("choices", {}).items()},
+            {name: float(number) for name, number in line.get("terms", {}).items()},
         )
         self.records.put(step, record)
 
@@ -467,11 +481,13 @@ def _unpacked(name: str, row: Sequence[Any], alternative: bool | None) -> Row:
 
 
 def scalars(record: StepRecord, prefix: str = "gradtrace/") -> dict[str, float]:
-    """The main numbers of a record by name, for a logger; non-finite ones are left out."""
+    """The numbers of a record by name; non-finite ones are left out."""
     found = {"loss": record.loss, "cost": record.share}
     for name, share in (record.influence.shares if record.influence else {}).items():
         found[f"share/{name}"] = share
     for name, norms in record.norms.items():
         if norms.own is not None:
             found[f"norm/{name}"] = norms.own
+    found |= {f"choice/{name}": share for name, share in record.choices.items()}
+    found |= {f"terms/{name}": number for name, number in record.terms.items()}
     return {prefix + name: value for name, value in found.items() if math.isfinite(value)}

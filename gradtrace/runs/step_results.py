@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from gradtrace.runs.history import Norms, StepRecord
+from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.influence import Influence, Moments
 
 
@@ -29,6 +30,8 @@ class StepResult:
     error: Exception | None = None
     seconds: float = 0.0
     share: float = 0.0
+    choices: Choices | None = None
+    terms: Mapping[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values, without the error."""
@@ -41,13 +44,16 @@ class StepResult:
             "note": self.note,
             "seconds": self.seconds,
             "share": self.share,
+            "choices": None if self.choices is None else self.choices.to_dict(),
+            "terms": self.terms,
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepResult:
         """The inverse of ``to_dict``."""
-        table = data["influence"]
+        table, forks = data["influence"], data["choices"]
         more = {
+            "choices": None if forks is None else Choices.from_dict(forks),
             "influence": None if table is None else Influence.from_dict(table),
             "norms": {name: Norms(*each) for name, each in data["norms"].items()},
         }
@@ -86,6 +92,10 @@ def merged(step: int, results: Mapping[int, StepResult], world: int) -> StepReco
     norms: dict[str, list[Norms]] = {}
     for name, each in chain.from_iterable((result.norms or {}).items() for result in found):
         norms.setdefault(name, []).append(each)
+    forks = [result.choices for result in found if result.choices is not None]
+    terms: dict[str, list[float]] = {}
+    for name, number in chain.from_iterable((result.terms or {}).items() for result in found):
+        terms.setdefault(name, []).append(number)
     missing = [str(rank) for rank in range(world) if rank not in results]
     notes = dict.fromkeys(result.note for result in found if result.note)
     if missing:
@@ -100,6 +110,8 @@ def merged(step: int, results: Mapping[int, StepResult], world: int) -> StepReco
         found[0].seconds,
         found[0].share,
         tuple(notes),
+        forks[0].merge(*forks[1:]).between_modules() if forks else {},
+        {name: _mean(some) for name, some in terms.items()},
     )
 
 

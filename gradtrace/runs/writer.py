@@ -93,7 +93,7 @@ class Writer:
             del line["influence"]
         else:
             line["influence"] = self._table(record.influence)
-        self._put(line)
+        self._put({k: v for k, v in line.items() if k not in ("choices", "terms") or v})
         self._next = max(self._next, record.step + 1)
 
     def times(self, first: int, seconds: Sequence[float | None]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, OutOfRange
+from gradtrace.kernels import backend_of
 from gradtrace.kernels.precision import exact
 from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
 from gradtrace.semirings.einsum_plan import plan, sum_weight_only_letters
@@ -19,7 +20,7 @@ class Additive(Semiring):
     """⊕ adds part by part, so sums, scans and matrix products use PyTorch's own kernels."""
 
     def plus(self, a: Value, b: Value) -> Value:
-        return tuple(x + y for x, y in zip(a, b))
+        return (a[0] + b[0],) if len(a) == 1 else tuple(x + y for x, y in zip(a, b))
 
     def fold(self, x: Value, dim: int) -> Value:
         return each(x, lambda part: part.sum(dim))
@@ -96,8 +97,11 @@ class Abs(Additive):
     """(+, ×) on powers of absolute values: ``Σ |weight|**p`` over the paths, their total mass.
 
     For ``p = 1`` it is much larger than the gradient where paths cancel. The larger p, the more the
-    heaviest path counts; powers other than 1 are computed in float64. With ``log``, the base-2
-    logarithm.
+    heaviest path counts; powers other than 1 are computed in float64.
+
+    Args:
+        log: Whether values are base-2 logarithms, which do not overflow.
+        p: Power of the weights.
 
     >>> ABS.lift(torch.tensor(-3.0))
     (tensor(3.),)
@@ -137,6 +141,18 @@ class Abs(Additive):
             return (x[0] * weight,)
         return (x[0] * weight.abs(),)  # a half-precision weight is widened on the way
 
+    def plus_times(self, a: Value, b: Value, c: Value) -> Value:
+        if not a[0].dtype is b[0].dtype is c[0].dtype:
+            return super().plus_times(a, b, c)
+        return (torch.addcmul(a[0], b[0], c[0]),)
+
+    def weight_sums(self, weight: Tensor, dims: Sequence[int]) -> Value:
+        floating = weight.is_floating_point() and weight.numel()
+        if self.p != 1 or not dims or not floating or backend_of(weight).host:
+            return super().weight_sums(weight, dims)  # there a norm is summed one by one
+        dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32
+        return (torch.linalg.vector_norm(weight, 1, tuple(dims), keepdim=True, dtype=dtype),)
+
     def times_number(self, x: Value, number: float) -> Value:
         return (x[0] * abs(number),) if self.p == 1 else super().times_number(x, number)
 
@@ -154,8 +170,9 @@ class Abs(Additive):
 class Count(Additive):
     """(+, ×) on numbers of paths: how many have a weight that is not 0, in float64.
 
-    With ``exact`` as integers (an error if one is 2⁶³ or more), with ``log`` as base-2 logarithms,
-    which do not overflow however deep the graph is.
+    Args:
+        exact: Whether to count in integers; 2⁶³ or more is an error.
+        log: Whether values are base-2 logarithms, which do not overflow.
 
     >>> COUNT.lift(torch.tensor([-3.0, 0.0]))
     (tensor([1., 0.], dtype=torch.float64),)
@@ -235,7 +252,14 @@ class Entropy(Additive):
         return x[:1]
 
     def entropy(self, value: Value) -> Tensor:
-        """``log Z + R / Z`` of a value (Z, R); 0 where there is no path."""
+        """``log Z + R / Z`` of a value (Z, R); 0 where there is no path.
+
+        Args:
+            value: A pair (Z, R) of this semiring.
+
+        Returns:
+            The entropy of each element, in nats.
+        """
         mass, spread = value
         there = mass > 0
         safe = torch.where(there, mass, 1.0)

@@ -43,6 +43,11 @@ class Semiring(ABC):
     part of a value), ``lift``, ``plus`` and ``times``; ``gradtrace.testing.check_semiring`` checks
     the laws. Everything else has a default and may be overridden to be faster.
 
+    Args:
+        name: What it is called in messages.
+        zero: Neutral element of ⊕, a number for each part of a value.
+        one: Neutral element of ⊗, likewise.
+
     >>> from dataclasses import dataclass
     >>> import torch, gradtrace as gt
     >>> @dataclass(frozen=True)
@@ -72,37 +77,96 @@ class Semiring(ABC):
 
         It must be multiplicative, ``lift(a·b) = lift(a) ⊗ lift(b)``, with ``lift(1) = one`` and
         ``lift(0) = zero``.
+
+        Args:
+            weight: Derivatives.
+
+        Returns:
+            The values, of the same shape.
         """
 
     @abstractmethod
     def plus(self, a: Value, b: Value) -> Value:
-        """``a ⊕ b``, elementwise."""
+        """``a ⊕ b``, elementwise.
+
+        Args:
+            a: A value.
+            b: A value of the same shape.
+
+        Returns:
+            A value of that shape.
+        """
 
     @abstractmethod
     def times(self, a: Value, b: Value) -> Value:
-        """``a ⊗ b``, elementwise, with broadcasting."""
+        """``a ⊗ b``, elementwise, with broadcasting.
+
+        Args:
+            a: A value.
+            b: A value that can be broadcast with it.
+
+        Returns:
+            Their product.
+        """
 
     # Optional: range and precision ---------------------------------------------------------------
 
     def size(self, x: Value) -> float:
-        """The largest magnitude in a value; 1 if the value cannot be rescaled by ``scale``."""
+        """The largest magnitude in a value; 1 if the value cannot be rescaled by ``scale``.
+
+        Args:
+            x: A value.
+
+        Returns:
+            The magnitude, as a Python number.
+        """
         return 1.0
 
     def scale(self, x: Value, shift: int) -> Value:
-        """The value times ``2**shift``."""
+        """The value times ``2**shift``.
+
+        Args:
+            x: A value.
+            shift: Power of two.
+
+        Returns:
+            The scaled value.
+        """
         raise NotImplementedError(f"{self.name} cannot be scaled")
 
     def weigh(self, weight: Tensor) -> Value:
-        """``lift`` in the precision used for computing: half precision is lifted as float32."""
+        """``lift`` in the precision used for computing: half precision is lifted as float32.
+
+        Args:
+            weight: Derivatives.
+
+        Returns:
+            The values.
+        """
         return self.lift(wide(weight))
 
     def settle(self, x: Value, dtype: torch.dtype) -> Value:
-        """The result of a step, rounded as the semiring wants for a gradient of this dtype."""
+        """The result of a step, rounded as the semiring wants for a gradient of this dtype.
+
+        Args:
+            x: A value.
+            dtype: Of the gradient at this place.
+
+        Returns:
+            The rounded value.
+        """
         return x
 
     def finish(self, x: Value, exponent: int) -> Value:
         """The value times ``2**exponent``, as it is returned to the caller. Falls back to float64;
         raises OutOfRange if that does not suffice.
+
+        Args:
+            x: A value.
+            exponent: Power of two.
+
+        Returns:
+            The value in range.
         """
         if not exponent:
             return x
@@ -120,6 +184,12 @@ class Semiring(ABC):
     def sized(self, x: Value) -> Value:
         """The parts of a value that scale with the weights of paths, and so may leave the range of
         floats.
+
+        Args:
+            x: A value.
+
+        Returns:
+            These parts.
         """
         return x
 
@@ -130,27 +200,90 @@ class Semiring(ABC):
     def linear(self, weight: Tensor) -> list[Piece] | None:
         """``x ⊗ lift(weight)`` as ordinary weighted sums of parts, if ⊕ adds part by part; else
         None.
+
+        Args:
+            weight: Derivatives.
+
+        Returns:
+            The pieces, or None.
         """
         return None
 
     # Derived operations --------------------------------------------------------------------------
 
     def times_weight(self, x: Value, weight: Tensor) -> Value:
-        """``lift(weight) ⊗ x``, elementwise, with broadcasting."""
+        """``lift(weight) ⊗ x``, elementwise, with broadcasting.
+
+        Args:
+            x: A value.
+            weight: Derivatives.
+
+        Returns:
+            Their product.
+        """
         return self.times(self.weigh(weight), x)
 
+    def plus_times(self, a: Value, b: Value, c: Value) -> Value:
+        """``a ⊕ b ⊗ c``, with broadcasting.
+
+        Args:
+            a: A value.
+            b: A value.
+            c: A value.
+
+        Returns:
+            The result, of the broadcast shape.
+        """
+        return self.plus(a, self.times(b, c))
+
+    def weight_sums(self, weight: Tensor, dims: Sequence[int]) -> Value:
+        """``⊕ lift(weight)`` over dimensions, which are kept with size 1.
+
+        Args:
+            weight: Derivatives.
+            dims: Dimensions to sum over.
+
+        Returns:
+            The sums.
+        """
+        return self.reduce(self.weigh(weight), dims)
+
     def times_number(self, x: Value, number: float) -> Value:
-        """``lift(number) ⊗ x``."""
+        """``lift(number) ⊗ x``.
+
+        Args:
+            x: A value.
+            number: A derivative that is the same everywhere.
+
+        Returns:
+            Their product.
+        """
         dtype = x[0].dtype if x[0].is_floating_point() else torch.float64
         weight = torch.full((), number, dtype=dtype, device=x[0].device)  # fill: no host sync
         return self.times(self.weigh(weight), x)
 
     def zeros(self, shape: Sequence[int], like: Value) -> Value:
-        """A value that is ``zero`` everywhere, with the dtypes and device of ``like``."""
+        """A value that is ``zero`` everywhere, with the dtypes and device of ``like``.
+
+        Args:
+            shape: Of the result.
+            like: A value with the dtypes and device.
+
+        Returns:
+            The value.
+        """
         return tuple(part.new_full(tuple(shape), z) for part, z in zip(like, self.zero))
 
     def fold(self, x: Value, dim: int) -> Value:
-        """``⊕`` over a dimension, which is removed. Combines halves, in log n rounds."""
+        """``⊕`` over a dimension, which is removed. Combines halves, in log n rounds.
+
+        Args:
+            x: A value.
+            dim: Dimension to sum over.
+
+        Returns:
+            A value with a dimension less.
+        """
         n = x[0].shape[dim]
         if not n:
             shape = list(x[0].shape)
@@ -168,7 +301,15 @@ class Semiring(ABC):
         return tuple(part.select(dim, 0) for part in x)
 
     def reduce(self, x: Value, dims: Sequence[int]) -> Value:
-        """``⊕`` over dimensions, which are kept with size 1."""
+        """``⊕`` over dimensions, which are kept with size 1.
+
+        Args:
+            x: A value.
+            dims: Dimensions to sum over.
+
+        Returns:
+            The sums.
+        """
         for d in dims:
             x = tuple(part.unsqueeze(d) for part in self.fold(x, d))
         return x
@@ -176,6 +317,14 @@ class Semiring(ABC):
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
         """``out[i] = ⊕ x[j]`` over the j with ``target[j] = i``; elements with target -1 are
         dropped. ``x`` and ``target`` are 1-d, the result has ``size`` elements.
+
+        Args:
+            x: A value.
+            target: For each element its place in the result, or -1.
+            size: Number of elements of the result.
+
+        Returns:
+            The sums.
         """
         order = target.argsort(stable=True)
         order = order[target[order] >= 0]
@@ -196,7 +345,15 @@ class Semiring(ABC):
         return tuple(o.index_copy(0, at, part[first]) for o, part in zip(out, x))
 
     def scan(self, x: Value, dim: int) -> Value:
-        """Inclusive prefix ``⊕`` along a dimension, in log n rounds."""
+        """Inclusive prefix ``⊕`` along a dimension, in log n rounds.
+
+        Args:
+            x: A value.
+            dim: Dimension to sum along.
+
+        Returns:
+            The partial sums, of the same shape.
+        """
         n, step = x[0].shape[dim], 1
         while step < n:
             before = tuple(part.narrow(dim, 0, n - step) for part in x)
@@ -211,6 +368,14 @@ class Semiring(ABC):
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
         """An einsum of x and ``lift(weight)`` with ⊗ as product, and ⊕ over the letters that the
         result lacks.
+
+        Args:
+            spec: Letters of dimensions, as for ``torch.einsum``: ``"ij,jk->ik"``.
+            x: A value.
+            weight: Derivatives.
+
+        Returns:
+            The contraction.
         """
         how = plan(spec, tuple(x[0].shape), tuple(weight.shape))
         left = each(x, how.left)
@@ -236,7 +401,7 @@ class Semiring(ABC):
 
 def each(x: Value, f: Callable[[Tensor], Tensor]) -> Value:
     """``f`` applied to every part of a value."""
-    return tuple(f(part) for part in x)
+    return (f(x[0]),) if len(x) == 1 else tuple(f(part) for part in x)
 
 
 def shifted(x: Tensor, shift: int) -> Tensor:

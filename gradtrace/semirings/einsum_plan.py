@@ -175,10 +175,15 @@ def sum_weight_only_letters(spec: str, weight: Tensor) -> tuple[str, Tensor]:
     """The same einsum with letters of the weight alone summed out, since ``lift`` applies to the
     one weight of a pair of elements.
     """
+    kept, alone = _weight_only_letters(spec)
+    return (kept, weight.sum(alone)) if alone else (spec, weight)
+
+
+@lru_cache(maxsize=4096)
+def _weight_only_letters(spec: str) -> tuple[str, list[int]]:
+    """The einsum without these letters, and their dimensions in the weight."""
     x, rest = spec.split(",")
     w, out = rest.split("->")
     alone = [d for d, c in enumerate(w) if c not in x and c not in out]
-    if not alone:
-        return spec, weight
     kept = "".join(c for c in w if c in x or c in out)
-    return f"{x},{kept}->{out}", weight.sum(alone)
+    return f"{x},{kept}->{out}", alone

@@ -41,8 +41,10 @@ class Scaled(Semiring):
 
 @dataclass(frozen=True)
 class Max(Scaled):
-    """(max, ×) on absolute values: ``|weight|`` of the largest path; with ``log``, its base-2
-    logarithm.
+    """(max, ×) on absolute values: ``|weight|`` of the largest path.
+
+    Args:
+        log: Whether values are base-2 logarithms, which do not overflow.
 
     >>> MAX.plus(MAX.lift(torch.tensor(-3.0)), MAX.lift(torch.tensor(2.0)))
     (tensor(3.),)
@@ -133,7 +135,11 @@ class Extremes(Scaled):
 @dataclass(frozen=True)
 class TopK(Scaled):
     """``|weight|`` of the k largest paths, descending, one for each part of a value; 0 where there
-    are fewer paths. Paths of equal weight are counted separately. With ``log``, base-2 logarithms.
+    are fewer paths. Paths of equal weight are counted separately.
+
+    Args:
+        k: How many paths.
+        log: Whether values are base-2 logarithms, which do not overflow.
 
     >>> top = TopK(2)
     >>> top.plus(top.lift(torch.tensor(-3.0)), top.lift(torch.tensor(2.0)))

@@ -51,6 +51,13 @@ class ablate:
     model, which may be copied and saved inside; afterwards it is as before, also after an error.
     Blocks under ``torch.utils.checkpoint`` run again in the backward pass: call that inside, too.
 
+    Args:
+        model: The model; its parameters are not changed.
+        names: Modules, patterns or ``"label:..."`` to take away.
+        how: ``"zero"``, ``"mean"`` or ``"remove"``, as above.
+        values: With ``"mean"``, what an output becomes, by name.
+        batch_dim: With ``"mean"``, the batch dimension, for all names or ``{name: dim}``.
+
     >>> import torch
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.names import ModuleCall, NameTable, unused
 from gradtrace.autodiff.traversal import walk
+from gradtrace.diagnosis import Subject
 from gradtrace.pytorch.module_calls import listen_to_all
 from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters, unwrapped
 from gradtrace.watch import Noted, watch
@@ -23,8 +25,9 @@ class Discovery(watch):
     user's names afterwards.
     """
 
-    def __init__(self) -> None:
-        super().__init__(nn.Module())
+    def __init__(self, *, diagnose: bool = False) -> None:
+        super().__init__(nn.Module(), diagnose=diagnose)
+        self._tops: dict[str, nn.Module] = {}
         self._leaves: dict[int, tuple[Tensor, nn.Module, str]] = {}
         self._kinds: dict[str, str] = {}
 
@@ -48,10 +51,16 @@ class Discovery(watch):
     def _classes(self) -> dict[str, str]:
         return self._kinds
 
+    def _subject(self) -> Subject:
+        return replace(super()._subject(), roots=self._tops)
+
     # Names -----------------------------------------------------------------------------------
 
     def resolve_names(
-        self, loss: Tensor, model: nn.Module | None = None, known: Mapping[str, Any] | None = None
+        self,
+        loss: Tensor | float,
+        model: nn.Module | None = None,
+        known: Mapping[str, Any] | None = None,
     ) -> None:
         """Give modules and parameters their names in ``model``, if there is one.
 
@@ -60,7 +69,8 @@ class Discovery(watch):
         Calls are counted from the first one that ``loss`` depends on.
         """
         seen = [unwrapped(module) for module in self._modules.values()]
-        roots = dict(self._roots(seen, model, known or {}))
+        self._tops = roots = dict(self._roots(seen, model, known or {}))
+        self.model = roots.get("", self.model)  # heads and layers are found from its modules
         names: dict[nn.Module, str] = {}
         table = NameTable()
         for prefix, root in roots.items():
@@ -73,12 +83,18 @@ class Discovery(watch):
                 table.name(tensor, join(names[unwrapped(module)], last))
         self._kinds = {name: type(module).__name__ for module, name in names.items()}
         numbers = [self._names[key] for key in self._modules]
-        self._write_calls(table, loss, dict(zip(numbers, (names[m] for m in seen))))
+        final = dict(zip(numbers, (names[m] for m in seen)))
+        graph = isinstance(loss, Tensor) and nodes.maker_of(loss) is not None
+        earliest = 0 if self._record is not None and not graph else _earliest(loss)
+        self._write_calls(table, earliest, final)
+        self._calls = {final[number]: count for number, count in self._calls.items()}
+        if self._record is not None:
+            self._record.rename(final)
 
-    def _write_calls(self, table: NameTable, loss: Tensor, final: Mapping[str, str]) -> None:
+    def _write_calls(self, table: NameTable, earliest: int, final: Mapping[str, str]) -> None:
         """Keep the module calls from the loss's first operator on, under their final names."""
         old = self.name_table
-        first = max(bisect_right(old.starts, _earliest(loss)) - 1, 0)
+        first = max(bisect_right(old.starts, earliest) - 1, 0)
         kept = list(zip(old.starts, old.places))[first:]
         skipped: dict[str, int] = {}
         for _, (module, call) in kept:  # a module that calls itself comes back to an earlier call
@@ -125,7 +141,7 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [module for module in found if module not in inside]
 
 
-def _earliest(loss: Tensor) -> int:
+def _earliest(loss: Any) -> int:
     """The sequence number of the loss's first operator."""
     numbers: list[int | None] = []
     walk(loss, lambda node, _: numbers.append(nodes.sequence_of(node)))

@@ -155,12 +155,22 @@ def check(
     to the right differ, or the estimates do not converge, the point has no derivative ("kink");
     otherwise the gradient is wrong.
 
-    ``loss_fn(model)`` (or ``loss_fn()``) returns the scalar loss. It is called some hundred times,
-    each time with the same random numbers (``seed``) and the same buffers, so dropout and batch
-    norm are checked as they are in training; float32 tensors that it uses are converted to float64.
-    Of a large parameter, ``sample`` elements are checked (by default 64, fewer if there are many
-    parameters): the one with the largest gradient, and random ones; and the slope along random
-    signs over all the others. Afterwards the model is as before.
+    ``loss_fn`` is called some hundred times, each time with the same random numbers and the same
+    buffers, so dropout and batch norm are checked as they are in training; float32 tensors that it
+    uses are converted to float64. Of a large parameter some elements are checked: the one with the
+    largest gradient, and random ones; and the slope along random signs over all the others.
+    Afterwards the model is as before.
+
+    Args:
+        loss_fn: ``loss_fn(model)``, or ``loss_fn()``, returns the scalar loss.
+        model: The model; afterwards it is as before.
+        sample: How many elements of a parameter; by default 64, fewer if there are many parameters.
+        seed: Of the random numbers in ``loss_fn``, and of the sample.
+        tolerance: The largest error that is not looked at again.
+        progress: Called with what is done so far, ``progress(done, total)``.
+
+    Returns:
+        A table of parameters; ``ok`` and ``verdict`` say what came out.
 
     >>> import torch
     >>> from gradtrace import check

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import backend_of
-from gradtrace.kernels.operands import Floats, GroupRequest, GroupSums, LeafGroups, Whole, Words
+from gradtrace.kernels.operands import Floats, GroupRequest, GroupSums, Whole, Words
 from gradtrace.tracing.provenance import words_of
 
 
@@ -48,6 +48,20 @@ class Reach(NamedTuple):
 
     words: Words
     owned: Whole
+
+
+def own_elements(
+    names: Sequence[str], places: Sequence[int], sizes: Sequence[int], reach: Reach, count: int
+) -> list[int]:
+    """How many elements belong to each of ``count`` components, given the name, the place in
+    ``reach`` and the size of each leaf. Of several leaves with one name the first counts.
+    """
+    first = {name: n for n, name in reversed([*enumerate(names)])}
+    found, own = np.zeros(len(reach.words)), np.zeros(count)
+    for n in first.values():
+        found[places[n]] += sizes[n]  # exact below 2**53
+    np.add.at(own, reach.owned[1], found[reach.owned[0]])
+    return [int(size) for size in own]
 
 
 class Columns(NamedTuple):
@@ -97,8 +111,8 @@ class Groups(NamedTuple):
         device, count = self.leaf.device, len(bits)
         backend = backend_of(device)
         entries = backend.table_entries
-        owners = _owners(reach, count, device)
-        able = _eligible(reach, bits, owners, entries)
+        owners = owners_of(reach, count, device)
+        able = eligible_components(reach, bits, owners, entries)
         where = to_device(np.array(place, np.int64), device)
         sums = self.sums.nan_to_num(0.0, 0.0, 0.0)
         both = torch.stack([self.counts.double(), sums], 1)
@@ -113,8 +127,8 @@ class Groups(NamedTuple):
         by_component = _product(able, missing, entries)
         found[0, 0] += by_component[:, 1:] if pairs == 1 else 0
         width = max(self.rows.shape[1], 1)
-        columns = _columns(bits, 64 * width, device)
-        most = _most(columns, count, width, entries)
+        columns = bit_columns(bits, 64 * width, device)
+        most = sets_at_once(columns, count, width, entries)
         for n in range(0, len(self.leaf), most):
             some = slice(n, n + most)
             leaf, pair = self.leaf[some], self.pair[some]
@@ -152,14 +166,14 @@ def _add_passing(
         row, component = row[mine], component[mine]
         backend.add_rows(total.view(pairs * count, 2), pair[row] * count + component, both[row])
         return
-    passing = _hits(sets, columns, count, owners)
+    passing = component_hits(sets, columns, count, owners)
     if pairs == 1:
         total[0] += passing.double() @ both
     else:
         backend.add_rows(total, pair, passing.mT.unsqueeze(2) * both.unsqueeze(1))
 
 
-def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:
+def owners_of(reach: Reach, count: int, device: torch.device) -> Tensor:
     """The components that each leaf belongs to, padded with ``count`` (none): (most components of
     any leaf, leaves).
     """
@@ -172,19 +186,19 @@ def _owners(reach: Reach, count: int, device: torch.device) -> Tensor:
     return to_device(found, device)
 
 
-def _eligible(reach: Reach, bits: list[int], owners: Tensor, entries: int) -> Tensor:
+def eligible_components(reach: Reach, bits: list[int], owners: Tensor, entries: int) -> Tensor:
     """Which components the paths of each leaf could pass: (components, leaves), 0 or 1."""
     words = to_device(reach.words, owners.device)
-    columns = _columns(bits, 64 * words.shape[1], owners.device)
-    most = _most(columns, len(bits), words.shape[1], entries)
+    columns = bit_columns(bits, 64 * words.shape[1], owners.device)
+    most = sets_at_once(columns, len(bits), words.shape[1], entries)
     found = torch.zeros(len(bits), len(words), dtype=torch.uint8, device=owners.device)
     for n in range(0, len(words), most):
         some = slice(n, n + most)
-        found[:, some] = _hits(words[some], columns, len(bits), owners[:, some])
+        found[:, some] = component_hits(words[some], columns, len(bits), owners[:, some])
     return found
 
 
-def _columns(bits: list[int], width: int, device: torch.device) -> list[Columns]:
+def bit_columns(bits: list[int], width: int, device: torch.device) -> list[Columns]:
     """The bits of components below ``width``, grouped by their number; most have one."""
     found: dict[int, tuple[list[int], list[int]]] = {}
     for n, some in enumerate(bits):
@@ -206,12 +220,12 @@ def _places(bits: int) -> list[int]:
     return places
 
 
-def _most(columns: list[Columns], count: int, width: int, entries: int) -> int:
+def sets_at_once(columns: list[Columns], count: int, width: int, entries: int) -> int:
     """How many provenance sets to process at a time."""
     return max(1, entries // max([count, 64 * width, *(len(c.bits) for c in columns)]))
 
 
-def _hits(words: Tensor, columns: list[Columns], count: int, but: Tensor) -> Tensor:
+def component_hits(words: Tensor, columns: list[Columns], count: int, but: Tensor) -> Tensor:
     """Which components share a bit with each provenance set, except ``but``, (k, sets): indices of
     components to leave out. (components, sets), 0 or 1.
     """
@@ -285,27 +299,40 @@ class ListedGroups(NamedTuple):
         self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
     ) -> GroupSums:
         """``Groups.added``."""
+        counts, sums, starts = joined_counts(self.found, HOST)
+        request = self.request(starts, pairs, reach, place, totals, bits)
+        return backend_of(HOST).group_sums(request, counts, sums)
+
+    def request(
+        self,
+        starts: Sequence[int],
+        pairs: int,
+        reach: Reach,
+        place: Sequence[int],
+        totals: Floats,
+        bits: list[int],
+    ) -> GroupRequest:
+        """What is asked of the backend: the arguments of ``added``, and where the counts of each
+        leaf begin.
+        """
         found = self.found
         if not len(found) == len(place) == len(totals):
             raise GradtraceError(f"{len(found)} leaves, {len(place)} places, {len(totals)} totals")
-        counts, sums, starts = _joined(found, HOST)
-        tables: dict[int, Words] = {}
-        leaves: list[LeafGroups] = []
+        known: dict[int, int] = {}
+        tables: list[Words] = []
+        leaves: list[tuple[int, ...]] = []
         for (each, _, rows, _, pair, blank, _, size), start, at in zip(found, starts, place):
-            words = tables.get(id(rows))
-            if words is None:
-                words = tables[id(rows)] = np.ascontiguousarray(words_of(rows), np.uint64)
-            size = len(each) if size is None else size
-            leaves.append(LeafGroups(start, size, blank, words, pair, at))
-        width = max([1, *(words.shape[1] for words in tables.values())])
+            table = known.setdefault(id(rows), len(tables))
+            if table == len(tables):
+                tables.append(np.ascontiguousarray(words_of(rows), np.uint64))
+            leaves.append((start, len(each) if size is None else size, blank, table, pair, at))
+        width = max([1, *(words.shape[1] for words in tables)])
         extra = words_of([each.extra for each in found], 0, width)
         able = np.ascontiguousarray(reach.words, np.uint64)
         owned = _starts(reach.owned, len(able))
         by_bit = _by_bit(bits, 64 * max(extra.shape[1], able.shape[1]))
-        request = GroupRequest(
-            leaves, counts, sums, extra, able, owned, by_bit, totals, pairs, len(bits)
-        )
-        return backend_of(HOST).group_sums(request)
+        lines = np.array(leaves, np.int64).reshape(-1, 6)
+        return GroupRequest(lines, tables, extra, able, owned, by_bit, totals, pairs, len(bits))
 
 
 HOST = torch.device("cpu")
@@ -343,8 +370,8 @@ def grouped(found: Sequence[Counts]) -> Groups | ListedGroups:
 def groups_of(found: Sequence[Counts]) -> Groups:
     """The counts of all leaves as groups, on the device that holds the first."""
     device = found[0].counts.device if found else torch.device("cpu")
-    counts, sums, places = _joined(found, device)
-    rows, firsts = _rows(found)
+    counts, sums, places = joined_counts(found, device)
+    rows, firsts = joined_rows(found)
     extra = words_of([each.extra for each in found], 0, rows.shape[1])
     rows = _padded(rows, extra.shape[1])
     sizes = [len(each.counts) if each.size is None else each.size for each in found]
@@ -381,7 +408,9 @@ def groups_of(found: Sequence[Counts]) -> Groups:
     return here if (rows[1:, 0] & 1).all() else here._reached()
 
 
-def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+def joined_counts(
+    found: Sequence[Counts], device: torch.device
+) -> tuple[Tensor, Tensor, list[int]]:
     """Counts and sums concatenated, shared tensors once, and each leaf's offset."""
     begins: dict[int, int] = {}
     counts = [torch.zeros(0, dtype=torch.int64, device=device)]
@@ -399,7 +428,7 @@ def _joined(found: Sequence[Counts], device: torch.device) -> tuple[Tensor, Tens
     return torch.cat(counts), torch.cat(sums), places
 
 
-def _rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
+def joined_rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
     """The rows of all provenance tables, shared ones once, and each leaf's offset."""
     places: dict[int, int] = {}
     tables, count = [np.zeros((1, 1), np.uint64)], 1

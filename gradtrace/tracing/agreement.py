@@ -16,7 +16,7 @@ from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.tracing.components import ComponentSelection
 from gradtrace.tracing.counting import count_followed
 from gradtrace.tracing.coverage import Coverage, percent
-from gradtrace.tracing.followed import FollowedElements, follow_sample
+from gradtrace.tracing.followed import FollowedElements, ends_of, follow_sample
 from gradtrace.tracing.path_forest import PathForest
 from gradtrace.tracing.paths import path_provenance
 from gradtrace.tracing.rules import RULES
@@ -188,7 +188,8 @@ def agreement(
     for rule in PATH_RULES:
         by_rule = traced if rule == traced.rule else replace(traced, rule=rule)
         followed[rule] = list(follow_sample(by_rule, sample, seed))
-        table = count_followed(by_rule, chosen, followed[rule])
+        ends = (ends_of(by_rule, some, chosen.component_bits) for some in followed[rule])
+        table = count_followed(by_rule, chosen, ends)
         assert table.measured is not None
         shares[rule], coverage[rule] = table.shares, table.measured
     passed = {rule: _passed(traced, chosen, some) for rule, some in followed.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -18,6 +19,9 @@ MEASURES = ("paths", "gradient", "mass")
 """How a fork can be divided: by paths of the trace's rule, by the signed gradient through each
 branch, by the mass of all paths."""
 
+SKIPS = ("skip", "direct")
+"""Names of a branch that is a value which all other branches begin with too."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -26,6 +30,8 @@ class Choice:
     ``count`` holds how many elements' paths take the branch, of those that come to the fork and
     could take another; ``gradient`` the same weighted by |gradient|. ``others`` are the shares by
     other measures. ``times`` is how often the fork occurs (calls of a module, time steps).
+    ``between`` says that branches of the fork are modules or labelled slices, not operators within
+    one module.
     """
 
     fork: str
@@ -35,6 +41,7 @@ class Choice:
     gradient: Moments = NOTHING
     others: Mapping[str, float] = field(default_factory=dict)
     times: int = 1
+    between: bool = False
 
     def __add__(self, other: Choice) -> Choice:
         return replace(
@@ -43,6 +50,7 @@ class Choice:
             gradient=self.gradient + other.gradient,
             others={},  # shares by other measures are of one trace
             times=max(self.times, other.times),
+            between=self.between or other.between,
         )
 
 
@@ -53,8 +61,9 @@ class Choices(Tabular):
     A fork is an operator that joins branches (a sum, a concatenation, a product), or a tensor with
     labelled slices. Elements are counted at a fork if they could take at least two of its branches
     and their path comes to it: parameters inside a branch have no choice, and are left out. Forks
-    are printed by information, ``elements × entropy of the shares``, the largest first; ``rows``
-    are from the leaves to the loss. Counts are sums over pairs, so tables can be merged.
+    between modules are printed first, then those within one, each by information, ``elements ×
+    entropy of the shares``, the largest first; ``rows`` are from the leaves to the loss. Counts are
+    sums over pairs, so tables can be merged.
     """
 
     rows: tuple[Choice, ...]
@@ -86,6 +95,22 @@ class Choices(Tabular):
                 found[row.fork] -= elements * share * log2(share)
         return found
 
+    def between_modules(self) -> dict[str, float]:
+        """``{branch: share}`` at the forks between modules, the most informative fork first.
+
+        Skip connections are left out, since they have the rest, and forks that no path comes to. A
+        branch of several forks has the fork's name before its own.
+        """
+        ranks = {fork: n for n, fork in enumerate(self.ranked())}
+        rows = [row for row in self.rows if row.between and row.branch not in SKIPS]
+        often = Counter(row.branch for row in rows)
+        found: dict[str, float] = {}
+        for row in sorted(rows, key=lambda row: ranks[row.fork]):
+            name = row.branch if often[row.branch] == 1 else f"{row.fork}/{row.branch}"
+            if isfinite(row.count.share):
+                found[name] = row.count.share
+        return found
+
     def __getitem__(self, fork: str) -> Choices:
         rows = tuple(row for row in self.rows if row.fork == fork)
         if not rows:
@@ -99,7 +124,14 @@ class Choices(Tabular):
         return len(self.rows)
 
     def merge(self, *others: Choices) -> Choices:
-        """The table over the pairs of all tables, by paths; the same in any order."""
+        """The table over the pairs of all tables, by paths; the same in any order.
+
+        Args:
+            others: Tables of the same kind, over other pairs.
+
+        Returns:
+            One table.
+        """
         tables = (self, *others)
         if any(other.rule != self.rule for other in others):
             rules = " and ".join(sorted({table.rule for table in tables}))
@@ -154,16 +186,30 @@ class Choices(Tabular):
     def _shown(self) -> list[int]:
         order = list(range(len(self.rows)))
         if self.order == "information":
-            known, forks = self.information, {fork: n for n, fork in enumerate(self.forks)}
-            order.sort(key=lambda n: (-known[self.rows[n].fork], forks[self.rows[n].fork]))
+            ranks = {fork: n for n, fork in enumerate(self.ranked())}
+            order.sort(key=lambda n: ranks[self.rows[n].fork])
         return order
+
+    def ranked(self) -> list[str]:
+        """The names of the forks as they are printed: those between modules first, then those
+        within one, each by information.
+        """
+        known, between = self.information, {row.fork for row in self.rows if row.between}
+        return sorted(self.forks, key=lambda fork: (fork not in between, -known[fork]))
 
     def _picked(self, order: Sequence[int]) -> Choices:
         return replace(self, rows=tuple(self.rows[n] for n in order), order="rows")
 
     def top(self, n: int, by: str | None = None) -> Choices:
-        """The ``n`` forks with the most information, whole; or the ``n`` largest branches by a
+        """The first ``n`` forks as they are printed, whole; or the ``n`` largest branches by a
         column.
+
+        Args:
+            n: How many.
+            by: Name of a column of shares; by default the order that is printed.
+
+        Returns:
+            The table with these forks.
         """
         if by is not None or not isinstance(n, int) or isinstance(n, bool) or n < 1:
             return super().top(n, by)
@@ -195,7 +241,15 @@ class Choices(Tabular):
 
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
         """A bar for each fork, divided into its branches by a column of shares (``"paths"``); at
-        most ``most`` forks. Returns matplotlib's ``Axes``.
+        most ``most`` forks.
+
+        Args:
+            by: Name of the column of shares; ``"paths"`` by default.
+            most: The most forks to draw.
+            ax: ``Axes`` to draw on; new ones by default.
+
+        Returns:
+            matplotlib's ``Axes``.
         """
         table, bars = self.table(), dict[str, list[tuple[str, float]]]()
         shares = [c.name for c in table.columns if c.kind == "share" and c.name[0] != "±"]
@@ -221,6 +275,7 @@ class Choices(Tabular):
                     "gradient": [[f.numerator, f.denominator] for f in row.gradient.parts()],
                     "others": {name: x for name, x in row.others.items() if isfinite(x)},
                     "times": row.times,
+                    "between": row.between,
                 }
                 for row in self.rows
             ],
@@ -231,7 +286,14 @@ class Choices(Tabular):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Choices:
-        """The inverse of ``to_dict``."""
+        """The inverse of ``to_dict``.
+
+        Args:
+            data: What ``to_dict`` returned.
+
+        Returns:
+            The table.
+        """
         rows = tuple(
             Choice(
                 str(row["fork"]),
@@ -241,6 +303,7 @@ class Choices(Tabular):
                 Moments(*(Fraction(*pair) for pair in row["gradient"])),
                 {str(name): float(x) for name, x in row["others"].items()},
                 int(row["times"]),
+                bool(row.get("between", False)),  # older files have none
             )
             for row in data["rows"]
         )
@@ -254,7 +317,7 @@ def _key(row: Choice) -> tuple[str, str, str]:
 def _untaken(fork: str, branch: str, kind: str, other: Choice) -> Choice:
     """A branch that no path of a table could take, given another one of its fork."""
     count, gradient = _none_of(other.count), _none_of(other.gradient)
-    return Choice(fork, branch, kind, count, gradient, times=other.times)
+    return Choice(fork, branch, kind, count, gradient, {}, other.times, other.between)
 
 
 def _none_of(moments: Moments) -> Moments:

@@ -101,6 +101,7 @@ def _divided(forks: Sequence[Fork], rows: Sequence[Row]) -> tuple[Choice, ...]:
     """Rows of choices from those of the branches: forks of one name are added."""
     sums: dict[tuple[str, str], list[list[float]]] = {}
     kinds, times, place = dict[str, str](), dict[str, int](), 0
+    between = {fork.name for fork in forks if fork.between}
     for fork in forks:
         kinds[fork.name], times[fork.name] = fork.kind, times.get(fork.name, 0) + 1
         for branch, row in zip(fork.branches, rows[place : place + len(fork.branches)]):
@@ -116,5 +117,6 @@ def _divided(forks: Sequence[Fork], rows: Sequence[Row]) -> tuple[Choice, ...]:
     found = []
     for (name, taken), both in sums.items():
         count, gradient = map(Moments.over, both, totals[name])
-        found.append(Choice(name, taken, kinds[name], count, gradient, {}, times[name]))
+        where = (name, taken, kinds[name])
+        found.append(Choice(*where, count, gradient, {}, times[name], name in between))
     return tuple(found)

@@ -1,6 +1,7 @@
 """Components: the parts of a program whose influence is measured, and their provenance bits.
 
-A component is made of modules, classes, operators, labelled slices, or arguments of sums.
+A component is made of modules, classes, operators, labelled slices, arguments of sums, or parts of
+modules: heads, experts, layers, time steps.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from torch import nn
+
 from gradtrace.autodiff.names import unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS, Block, Program
+from gradtrace.pytorch.wrapped_modules import named_modules
+from gradtrace.tracing.module_parts import ModuleParts
 from gradtrace.tracing.operator_names import MOVES, spoken
 
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
@@ -33,7 +38,10 @@ def spelt(components: Components) -> object:
 SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
 """Operators whose arguments count as branches; see ``ComponentFinder.arguments``."""
 
-KINDS = ("modules", "classes", "operators", "labels", "arguments")
+PARTS = ("heads", "experts", "layers", "steps")
+"""Parts of modules, which ``module_parts`` finds from the modules of a watched model."""
+
+KINDS = ("modules", "classes", "operators", "labels", "arguments", *PARTS)
 
 
 class Component(NamedTuple):
@@ -58,6 +66,11 @@ class ComponentSelection:
 
     components: list[Component]
     component_bits: ComponentBits
+
+    @property
+    def bits(self) -> list[int]:
+        """The bits of each component."""
+        return [component.bits for component in self.components]
 
 
 @dataclass
@@ -97,7 +110,8 @@ class ComponentFinder:
     """Finds the components of a program that paths can pass through, and gives them bits.
 
     ``modules`` maps the names of a model's modules to their classes, ``leaves`` are the names of
-    the program's leaves, with all their aliases, ``names`` the first of them by value.
+    the program's leaves, with all their aliases, ``names`` the first of them by value. ``model`` is
+    asked for its heads, experts, layers and time steps.
     """
 
     def __init__(
@@ -106,8 +120,10 @@ class ComponentFinder:
         modules: Mapping[str, str],
         leaves: Mapping[str, Iterable[str]],
         names: Mapping[int, str] | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.program = program
+        self.model = model
         self.classes = dict(modules)
         self.leaves = {name: {name, *others} for name, others in leaves.items()}
         self.names = names or {}
@@ -205,6 +221,22 @@ class ComponentFinder:
                 region.bits[name] = self.component_bits.position[number, position] = self._atom()
         return region
 
+    def parts(self, kind: str, strict: bool = True) -> Region:
+        """Heads, experts, layers or time steps; see ``module_parts``."""
+        modules = {} if self.model is None else dict(named_modules(self.model))
+        found = ModuleParts(self.program, modules, self.names, self.leaves).find(kind, strict)
+        region, bits = Region(), self.component_bits
+        for name, part in found.items():
+            bit = region.bits[name] = self._atom()
+            region.owns[name] = part.owns
+            for number in part.blocks:
+                bits.block[number] = bits.block.get(number, 0) | bit
+            for number, dim, size, chosen in part.slices:
+                slices = bits.slices.setdefault(number, (dim, [0] * size))[1]
+                for at in chosen:
+                    slices[at] |= bit
+        return region
+
     # Choosing ------------------------------------------------------------------------------------
 
     def choose(self, components: Components) -> ComponentSelection:
@@ -228,15 +260,17 @@ class ComponentFinder:
         found = [self._group(name, parts, regions) for name, parts in components.items()]
         return ComponentSelection(found, self.component_bits)
 
-    def _region(self, kind: str) -> Region:
+    def _region(self, kind: str, strict: bool = True) -> Region:
         makers = dict(
             zip(KINDS, (self.modules, self.by_class, self.operators, self.labels, self.arguments))
         )
-        if kind not in makers:
+        if kind not in KINDS:
             raise UnknownName(
                 f"components={kind!r} is none of {', '.join(KINDS)}; to choose modules by name "
                 f"pass a list: components=[{kind!r}]"
             )
+        if kind in PARTS:
+            return self.parts(kind, strict)
         region = makers[kind]()
         if not region.bits:
             raise UnknownName(_EMPTY[kind])
@@ -257,7 +291,7 @@ class ComponentFinder:
             kind = _PREFIX.get(prefix, "modules") if rest else "modules"
             pattern = rest if rest and prefix in _PREFIX else part
             if kind not in regions:
-                regions[kind] = self._region(kind)
+                regions[kind] = self._region(kind, strict=False)
             region = regions[kind]
             hits = [n for n in region.bits if n == pattern or fnmatchcase(n, pattern)]
             if not hits and kind == "modules" and pattern in self.classes:
@@ -277,6 +311,7 @@ _PREFIX = {
     "operator": "operators",
     "label": "labels",
     "argument": "arguments",
+    **{kind.removesuffix("s"): kind for kind in PARTS},
 }
 _EMPTY = {
     "modules": "no operator was made inside a module; run the forward pass under gradtrace.watch",

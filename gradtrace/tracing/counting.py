@@ -13,22 +13,24 @@ from gradtrace.ir import memory
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Storage
+from gradtrace.kernels import backend_of
 from gradtrace.tracing.components import ComponentFinder, Components, ComponentSelection
-from gradtrace.tracing.coverage import Coverage, of_elements
+from gradtrace.tracing.coverage import Coverage, of_paths
 from gradtrace.tracing.executor import TracedLeaf, execute
-from gradtrace.tracing.followed import FollowedElements, follow_elements
+from gradtrace.tracing.followed import FollowedPaths, follow_paths
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import ComponentFacts
-from gradtrace.tracing.leaf_rows import checked_rows, estimated, grouped_leaf, rows_kept
+from gradtrace.tracing.leaf_rows import checked_rows, estimated, rows_kept
 from gradtrace.tracing.pair_executor import execute_pairs
-from gradtrace.tracing.paths import path_provenance, sampled
+from gradtrace.tracing.paths import sampled
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.sampling import Drawn, seed_of, unit_of
-from gradtrace.tracing.tally import Tally
+from gradtrace.tracing.tally import Tally, table_of
 from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_program import TracedProgram
 from gradtrace.tracing.traced_value import TracedValue
+from gradtrace.tracing.uniform_tally import UniformTally
 
 WHAT = "measuring influence"
 REMEDY = (
@@ -40,7 +42,7 @@ REMEDY = (
 def component_finder(traced: TracedProgram) -> ComponentFinder:
     """Finds the components of a program by their names."""
     others = {name: traced.aliases.get(name, ()) for name in traced.leaves}
-    return ComponentFinder(traced.program, traced.modules, others, traced.names)
+    return ComponentFinder(traced.program, traced.modules, others, traced.names, traced.model)
 
 
 def chosen_components(traced: TracedProgram, components: Components) -> ComponentSelection:
@@ -58,9 +60,24 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
         storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY, edges)
         tally.room = storage.batch_bytes
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        uniform = _uniform_tally(traced, facts, storage)
+        if uniform is not None:
+            sums = uniform.counted(traced.program.constants)
+            table = table_of(facts, traced.program, sums, uniform.own)
+            return replace(table, notes=(*traced.notes, *table.notes))
         for found, gradient in _traced_leaves(traced, facts, storage):
             tally.add(found, gradient)
         return tally.result(traced.rule, "count", traced.notes)
+
+
+def _uniform_tally(
+    traced: TracedProgram, facts: ComponentFacts, storage: Storage
+) -> UniformTally | None:
+    """Counts the leaves without executing the plan; None if it must be executed."""
+    once = traced.granularity == "scalar" and traced.pairs == 1
+    if not once or not backend_of(traced.device).sums_groups:
+        return None
+    return facts.uniform(traced.program, facts.plan(traced.program, traced.rule, storage))
 
 
 def counted_rows(
@@ -70,17 +87,16 @@ def counted_rows(
     part, sampled = rows_kept(traced, checked_rows(leaf_rows), seed)
     facts = part.kept.facts(chosen)
     storage = choose_storage(part.program, part.uses_kept, part.budget, WHAT, REMEDY)
-    whole = sum(len(leaf.pairs) for leaf in sampled.values())
-    tally = Tally(facts, part.program, whole + 1, room=storage.batch_bytes)
+    tally = Tally(facts, part.program, 1, room=storage.batch_bytes)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         for found, gradient in _traced_leaves(part, facts, storage):
             leaf = sampled.get(found.leaf.value)
             if leaf is None:
-                tally.add(found._replace(pair=whole), gradient)
+                tally.add(found, gradient)
             else:
-                tally.add(*grouped_leaf(found, gradient, leaf))
+                leaf.found = tally.add_rows(found, gradient, leaf.groups)
         table = tally.result(traced.rule, "count", traced.notes)
-    return estimated(traced, chosen, sampled, table, facts.bounds(part.program).may)
+        return estimated(traced, facts, sampled.values(), table)
 
 
 def _traced_leaves(
@@ -94,11 +110,11 @@ def _traced_leaves(
     if traced.pairs == 1:
         for found in execute(facts.plan(program, rule, storage), program.constants):
             if rule == "viterbi":
-                yield found, found.leaf.compute()
+                yield found, found.leaf.gradient()
             else:
                 gradient = found.state.value
                 if gradient is None:  # it was deferred until here
-                    gradient = found.leaf.compute()
+                    gradient = found.leaf.gradient()
                     found = found._replace(state=found.state._replace(value=gradient))
                 yield found, gradient
         return
@@ -149,7 +165,7 @@ def counted_sample(
     population = sum(sizes.values())
     drawn = Drawn(min(sample, population), population)
     followed = (
-        follow_elements(traced, sampled(sizes, sample, seed_of(seed, pair)), pair)
+        follow_paths(traced, sampled(sizes, sample, seed_of(seed, pair)), pair, chosen)
         for pair in range(traced.pairs)
     )
     table = count_followed(traced, chosen, followed, drawn=drawn)
@@ -173,7 +189,7 @@ def _drawn_note(drawn: Drawn) -> str:
 def count_followed(
     traced: TracedProgram,
     chosen: ComponentSelection,
-    followed: Iterable[FollowedElements],
+    followed: Iterable[FollowedPaths],
     sizes: Mapping[int, int] | None = None,
     drawn: Drawn | None = None,
 ) -> Influence:
@@ -186,15 +202,9 @@ def count_followed(
         sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     coverage = Coverage((), sampled=False)
     for each in followed:
-        pair, elements, forest = each
-        coverage += of_elements(traced, each)
-        found, first = path_provenance(forest, traced.program, chosen.component_bits), 0
-        gradient = forest.gradient[forest.starts]
+        coverage += of_paths(traced, each)
         if drawn is not None and tally.drawn is None:
-            tally.drawn = drawn._replace(unit=unit_of(gradient))
-        for value, some in elements.items():
-            mine = slice(first, first + len(some))
-            first = mine.stop
-            ids = found.number[mine]
-            tally.add_some(value, pair, found.sets, ids, gradient[mine], sizes[value])
+            tally.drawn = drawn._replace(unit=unit_of(each.gradient))
+        counts = {value: len(some) for value, some in each.drawn.items()}
+        tally.add_some(counts, each.pair, each.provenance, each.gradient, sizes)
     return replace(tally.result(traced.rule, "count", traced.notes), measured=coverage)

@@ -12,8 +12,12 @@ import numpy.typing as npt
 import torch
 
 from gradtrace.io.table import Summarised, TextColumn, TextTable
-from gradtrace.tracing.followed import MAX_LOSSES, FollowedElements, follow_sample
-from gradtrace.tracing.path_forest import PathForest
+from gradtrace.tracing.followed import (
+    MAX_LOSSES,
+    FollowedPaths,
+    drawn_sample,
+    follow_paths,
+)
 from gradtrace.tracing.traced_program import TracedProgram
 
 LOW_MEDIAN = 0.25
@@ -181,7 +185,14 @@ class Coverage(Summarised):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Coverage:
-        """The inverse of ``to_dict``."""
+        """The inverse of ``to_dict``.
+
+        Args:
+            data: What ``to_dict`` returned.
+
+        Returns:
+            The coverage.
+        """
         counts = {name: int(data[name]) for name in ("cancellations", "nonfinite", "unreached")}
         return cls(tuple(map(float, data["parts"])), **counts, sampled=bool(data["sampled"]))
 
@@ -216,47 +227,23 @@ def measured(
     total = sum(leaf.tensor.numel() for leaf in traced.leaves.values()) * traced.pairs
     found = Coverage((), sampled=sample < total or traced.pairs > max_losses)
     traced = traced if traced._followers else replace(traced)  # values are freed afterwards
-    for followed in follow_sample(traced, sample, seed, max_losses):
-        found += of_elements(traced, followed)
+    for pair, drawn in drawn_sample(traced, sample, seed, max_losses):
+        found += of_paths(traced, follow_paths(traced, drawn, pair))
     return found
 
 
-def of_elements(traced: TracedProgram, followed: FollowedElements) -> Coverage:
-    """The coverage of elements whose paths have been followed."""
+def of_paths(traced: TracedProgram, paths: FollowedPaths) -> Coverage:
+    """The coverage of paths, by their weights."""
     leaves = {leaf.value: leaf.tensor for leaf in traced.leaves.values()}
-    drawn = followed.drawn
-    rounding = [torch.finfo(leaves[value].dtype).eps for value in drawn]
-    return of_paths(followed.forest, np.repeat(rounding, [len(x) for x in drawn.values()]))
-
-
-def of_paths(forest: PathForest, rounding: Floats) -> Coverage:
-    """The coverage of the paths of a forest; ``rounding``: the relative one of each gradient."""
-    whole = forest.whole.numpy()
-    mantissa, exponent = (x[forest.starts.numpy()][whole] for x in path_weights(forest))
-    gradient, power = np.frexp(forest.gradient[forest.starts].numpy()[whole])
+    each = [torch.finfo(leaves[value].dtype).eps for value in paths.drawn]
+    whole = paths.whole
+    rounding = np.repeat(each, [len(x) for x in paths.drawn.values()])[whole]
+    mantissa, exponent = paths.mantissa[whole], paths.exponent[whole]
+    gradient, power = np.frexp(paths.gradient.numpy()[whole])
     finite = np.isfinite(gradient) & np.isfinite(mantissa)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
         part = np.ldexp(mantissa / gradient, np.clip(exponent - power, -4000, 4000))
-        cancelled = finite & ~(np.abs(part) * rounding[whole] < 1)
+        cancelled = finite & ~(np.abs(part) * rounding < 1)
     parts = np.sort(part[finite & ~cancelled]).tolist()
     counts = (int(cancelled.sum()), int((~finite).sum()), int((~whole).sum()))
     return Coverage(tuple(parts), *counts, sampled=False)
-
-
-def path_weights(forest: PathForest) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """For each node the weight of its path to the root: ``mantissa · 2**exponent``, which does not
-    underflow on long paths. One sweep over the forest, however many paths share a node.
-    """
-    onward, weight = forest.onward.numpy(), forest.weight.numpy()
-    mantissa, exponent = np.zeros(len(onward) + 1), np.zeros(len(onward) + 1, dtype=np.int64)
-    last = len(onward)
-    for value, first in zip(reversed(forest.values), reversed(forest.firsts)):
-        if value == forest.root:
-            found, power = np.frexp(forest.gradient[first:last].numpy())
-            mantissa[first:last], exponent[first:last] = found, power
-        else:
-            after = onward[first:last]  # -1, the last entry, for none: its weight is 0
-            found, power = np.frexp(weight[first:last] * mantissa[after])
-            mantissa[first:last], exponent[first:last] = found, exponent[after] + power
-        last = first
-    return mantissa, exponent

@@ -183,6 +183,13 @@ class Decomposition(Tabular):
         It is taken over the leaves outside both from which either can be passed. 1: they pull the
         same way; below 0: they pull against each other; nan: there is no such leaf, or nothing
         came through one of them (``cosines()`` says which).
+
+        Args:
+            first: Name of a component.
+            second: Name of another.
+
+        Returns:
+            The cosine, from -1 to 1, or nan.
         """
         if self[first].name == self[second].name:
             return nan if not self[first].through else 1.0
@@ -196,16 +203,38 @@ class Decomposition(Tabular):
 
         It is computed when asked for, in one pass over the trace, so ask before the weights are
         changed. All leaves at once: ``gradients(component)``.
+
+        Args:
+            component: Name of a component.
+            leaf: Name of a leaf.
+
+        Returns:
+            A tensor of the leaf's shape.
         """
         source = self._source(component)
         return source.gradients(component, leaf)[source.first_name(leaf)]
 
     def gradients(self, component: str) -> dict[str, Tensor]:
-        """``{leaf: its gradient through a component}`` for all leaves."""
+        """``{leaf: its gradient through a component}`` for all leaves.
+
+        Args:
+            component: Name of a component.
+
+        Returns:
+            Tensors by the name of their leaf.
+        """
         return self._source(component).gradients(component)
 
     def around(self, component: str, leaf: str) -> Tensor:
-        """The gradient of a leaf by paths that do not pass a component: ``g - g_C``."""
+        """The gradient of a leaf by paths that do not pass a component: ``g - g_C``.
+
+        Args:
+            component: Name of a component.
+            leaf: Name of a leaf.
+
+        Returns:
+            A tensor of the leaf's shape.
+        """
         return self._source(component).whole(leaf) - self.gradient(component, leaf)
 
     def _source(self, component: str) -> ThroughSource:
@@ -220,7 +249,14 @@ class Decomposition(Tabular):
     # Tables ---------------------------------------------------------------------------------------
 
     def merge(self, *others: Decomposition) -> Decomposition:
-        """The decomposition over the pairs of all of them; gradients can no longer be asked for."""
+        """The decomposition over the pairs of all of them; gradients can no longer be asked for.
+
+        Args:
+            others: Decompositions over other pairs.
+
+        Returns:
+            One decomposition.
+        """
         result = self
         for other in others:
             result = _merged(result, other)
@@ -257,13 +293,27 @@ class Decomposition(Tabular):
         return TextTable(title, columns, rows, (*self.remarks(), *self.notes))
 
     def by_leaf(self, component: str | None = None) -> TextTable:
-        """What came through each component, or through one, leaf by leaf."""
+        """What came through each component, or through one, leaf by leaf.
+
+        Args:
+            component: Name of one component; all by default.
+
+        Returns:
+            A row for each component and leaf.
+        """
         found = self._parts_of(component)
         rows = tuple((part.leaf, part.component, *_measures(part)) for part in found)
         return self._part_table("leaf", rows)
 
     def by_module(self, component: str | None = None) -> TextTable:
-        """``by_leaf``, summed over the leaves of each module."""
+        """``by_leaf``, summed over the leaves of each module.
+
+        Args:
+            component: Name of one component; all by default.
+
+        Returns:
+            A row for each component and module.
+        """
         sums: dict[tuple[str, str], LeafPart] = {}
         for part in self._parts_of(component):
             module = part.leaf.rpartition(".")[0]

@@ -82,7 +82,7 @@ class TracedLeaf(NamedTuple):
     @property
     def gradient(self) -> Tensor:
         """The leaf's gradient; only where values are gradients, so not for ``viterbi``."""
-        return self.leaf.compute() if self.state.value is None else self.state.value
+        return self.leaf.gradient() if self.state.value is None else self.state.value
 
 
 def execute(plan: Plan, constants: Constants) -> Iterator[TracedLeaf]:

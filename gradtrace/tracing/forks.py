@@ -7,6 +7,7 @@ paths that come to it: their shares add up to 1.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -26,6 +27,12 @@ CONCATENATIONS = ("CatBackward0", "StackBackward0")
 CONTAINERS = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
 """Classes of modules that are never called; a branch is named by the module inside."""
 
+
+IN_SERIES = re.compile("Norm|Drop|StochasticDepth|Identity|[A-Z]LU|ReLU|Sigmoid|Tanh")
+"""Classes of modules that a branch is not named by: what they are applied to is."""
+
+RECURRENT = ("RNN", "LSTM", "GRU")
+"""Classes of modules whose results are concatenated time steps."""
 
 FORK_BITS = 1024
 """Branches that are analysed at a time."""
@@ -48,7 +55,7 @@ class Fork:
 
     ``kind`` is "sum", "concatenation", "label" or "product" (any other operator). ``choosers`` are
     the leaves whose paths can take at least two branches, ``inner`` says that some leaf lies on one
-    branch only.
+    branch only, ``between`` that branches are modules or labelled slices.
     """
 
     block: int
@@ -59,6 +66,7 @@ class Fork:
     wholes: list[int] = field(default_factory=list)  # the values of the branches
     choosers: frozenset[str] = frozenset()
     inner: bool = False
+    between: bool = False
     name: str = ""
 
 
@@ -224,6 +232,8 @@ class _Graph:
                 labels = self._branch_names(fork, [fork.wholes[n] for n in keep], skips)
                 fork.branches = [fork.branches[n]._replace(name=x) for n, x in zip(keep, labels)]
                 fork.wholes = [fork.wholes[n] for n in keep]
+            called = {word for b in fork.branches for word in re.split(r" \(call |[(),] ?", b.name)}
+            fork.between = fork.kind == "label" or not called.isdisjoint(self.modules)
             yield fork
 
     # Names ----------------------------------------------------------------------------------------
@@ -242,6 +252,9 @@ class _Graph:
             places.setdefault(name, []).append(n)
         for name, alike in places.items():
             levels = [[routes[n][level] for n in alike] for level in (1, 2, 3)]
+            if self.modules.get(fork.module) in RECURRENT and fork.kind == "concatenation":
+                of = [fork.branches[fork.wholes.index(wholes[n])].arguments[0] for n in alike]
+                levels = [[f"{fork.module} step {position}" for _, position in of]]
             levels.append([f"{name} #{k + 1}" for k in range(len(alike))])
             finer = next(some for some in levels if len(set(some)) == len(some))
             for n, text in zip(alike, finer if len(alike) > 1 else [name]):
@@ -262,6 +275,8 @@ class _Graph:
             slot = f"[{out}]" if len(block.takes) > 1 else slot
             if not within(module, block.place.module):
                 name, call = self._outer(block.place.module, module), block.place.call
+                if depth and (inner := self._through(name, value)) is not None:
+                    return self._source(module, inner, depth - 1)
                 called = f"{name} (call {call + 1})"
                 return name, name + slot, called, block.place.module + slot
             made = [self._behind(each) for each in block.gives.values()]
@@ -272,12 +287,37 @@ class _Graph:
             if len(made) != 1:
                 if not first and (one := self._one_source(module, made, depth)):
                     return one
-                finer = f"{operator}({', '.join(map(self._made, made))})"
+                finer = f"{operator}({', '.join(self._made(each, module) for each in made)})"
                 return first or operator, (first or operator) + slot, finer, finer + slot
             weak = weak or (operator if operator in SCALES else "")
             first = first or ("" if operator in MOVES | SCALES else operator)
             value = self.wholes.get(value := next(iter(block.gives.values())), value)
         return (first or weak,) * 4
+
+    def _through(self, name: str, value: int) -> int | None:
+        """The one value that a norm, a dropout or an activation made another of, if nothing else
+        uses it: then what made that value is the branch.
+        """
+        if not IN_SERIES.search(self.modules.get(name, "")):
+            return None
+        inside, found, seen = [value], set[int](), set[int]()
+        while inside and len(seen) < 100:
+            number = self.takers[inside.pop()][0]
+            given = {self.wholes.get(x, x) for x in self.program.blocks[number].gives.values()}
+            for each in given - seen - self.leaves.keys():
+                seen.add(each)
+                if each in self.takers:
+                    place = self.program.blocks[self.takers[each][0]].place.module
+                    (inside.append if within(place, name) else found.add)(each)
+        if inside or len(found) != 1:
+            return None
+        (entered,) = found
+        return None if entered in self.shared and self._used_outside(entered, name) else entered
+
+    def _used_outside(self, value: int, name: str) -> bool:
+        """Whether an operator outside of a module uses a value."""
+        users = (b for b in self.program.blocks if not within(b.place.module, name))
+        return any(self.wholes.get(each, each) == value for b in users for each in b.gives.values())
 
     def _one_source(
         self, module: str, values: list[int], depth: int
@@ -301,10 +341,13 @@ class _Graph:
             value = next(iter(block.gives.values()))
         return value
 
-    def _made(self, value: int) -> str:
-        """The operator that made a value, or the leaf."""
+    def _made(self, value: int, module: str) -> str:
+        """What made a value, as seen from a module: another module, an operator, or the leaf."""
         if value not in self.takers:
             return self.leaves.get(value, "constant")
+        source = self._source(module, value, 0)[0]
+        if source in self.modules:
+            return source
         return spoken(self.program.blocks[self.takers[value][0]].operator)
 
     def _outer(self, name: str, module: str) -> str:

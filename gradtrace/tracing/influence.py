@@ -196,11 +196,25 @@ class Influence(Tabular):
         return self.measured
 
     def by(self, weight: Weight) -> Influence:
-        """The same table, with shares by ``"count"`` or by ``"gradient"``."""
+        """The same table, with shares by ``"count"`` or by ``"gradient"``.
+
+        Args:
+            weight: ``"count"``: every element counts 1; ``"gradient"``: its |gradient|.
+
+        Returns:
+            The table with these shares.
+        """
         return replace(self, weight=checked_weight(weight))
 
     def merge(self, *others: Influence) -> Influence:
-        """The table over the pairs of all tables; the same in any order and grouping."""
+        """The table over the pairs of all tables; the same in any order and grouping.
+
+        Args:
+            others: Tables of the same kind, over other pairs.
+
+        Returns:
+            One table.
+        """
         result = self
         for other in others:
             if (other.weight, other.rule) != (result.weight, result.rule):
@@ -289,7 +303,15 @@ class Influence(Tabular):
 
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
         """Bars of the shares, or of another column, with standard errors if there are any; without
-        the components in series if there are others. Returns matplotlib's ``Axes``.
+        the components in series if there are others.
+
+        Args:
+            by: Name of the column.
+            most: The most rows to draw.
+            ax: ``Axes`` to draw on; new ones by default.
+
+        Returns:
+            matplotlib's ``Axes``.
         """
         free = [n for n in self._shown() if not self.rows[n].series and self.rows[n].count.e]
         shown = self._picked(free) if free else self
@@ -346,7 +368,14 @@ class Influence(Tabular):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Influence:
-        """The inverse of ``to_dict``."""
+        """The inverse of ``to_dict``.
+
+        Args:
+            data: What ``to_dict`` returned.
+
+        Returns:
+            The table.
+        """
         rows = tuple(
             Row(
                 str(row["name"]),

@@ -3,7 +3,8 @@
 A training loop computes the same operators in every step. What passes find out of a program's
 structure (its components, the bounds of provenance, the plan) is therefore kept, and found again by
 ``ir.structure.Structure``, which is compared whole: a plan is used for a loss only if recording it
-gave the very same steps. Kept plans hold no tensors.
+gave the very same steps. Recordings are kept too (``recording.replay``): a loss whose recording was
+replayed has the structure of the earlier one by that. Neither holds tensors.
 """
 
 from __future__ import annotations
@@ -12,23 +13,30 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 
 from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.ir.kept_recordings import RECORDINGS, KeptRecording
 from gradtrace.ir.optimise import optimise
+from gradtrace.ir.passes.entries import Entries, bits_by_component
 from gradtrace.ir.passes.provenance import ProvenanceBounds, analyse_provenance
 from gradtrace.ir.passes.schedule import Request
+from gradtrace.ir.passes.uniform_leaves import uniform_leaves
 from gradtrace.ir.plan import Plan, Storage
-from gradtrace.ir.program import Program
+from gradtrace.ir.program import Block, Program, ProgramFacts
 from gradtrace.ir.structure import Structure, difference, structure_of
 from gradtrace.kernels import tuning
+from gradtrace.kernels.path_table import PathTable
 from gradtrace.tracing.aggregate import Reach
 from gradtrace.tracing.components import Component, ComponentFinder, Components, ComponentSelection
+from gradtrace.tracing.path_mass import MassPlan, plan_mass
 from gradtrace.tracing.provenance import words_of
 from gradtrace.tracing.series import alternatives
+from gradtrace.tracing.uniform_tally import UniformTally
 
 MAX_STRUCTURES = 64
 """The most structures that are kept; the one that was used least recently goes first."""
@@ -38,6 +46,10 @@ MAX_STEPS = 500_000
 
 MAX_SELECTIONS = 32
 """The most choices of components for which a structure's plans are kept; then all are forgotten."""
+
+
+PathTables = dict[Hashable, PathTable | None]
+"""Tables by which kernels follow paths; None where they cannot."""
 
 
 class ReachableComponents(NamedTuple):
@@ -58,9 +70,13 @@ class ComponentFacts:
         self.chosen = chosen
         self.names = names  # of leaves, by value
         self.plans: dict[tuple[str, Storage, int], Plan] = {}
+        self.tables: PathTables = {}
         self._bounds: ProvenanceBounds | None = None
         self._reachable: ReachableComponents | None = None
         self._alternatives: list[bool | None] | None = None
+        self._tallies: dict[int, UniformTally | None] = {}  # by id of the plan, which is kept
+        self._mass_plan: MassPlan | None = None
+        self._owners: dict[int, int] | None = None
 
     def plan(self, program: Program, rule: str, storage: Storage) -> Plan:
         """The plan of an influence pass."""
@@ -71,6 +87,20 @@ class ComponentFacts:
             request = Request(rule, bits, gradients=rule != "viterbi", bounds=bounds)
             found = self.plans[key] = optimise(program, request, storage)
         return found
+
+    def uniform(self, program: Program, plan: Plan) -> UniformTally | None:
+        """Counts the leaves without executing the plan; None if it must be executed."""
+        if id(plan) not in self._tallies:
+            facts = structure_of(program)
+            known = {*facts.kept, *[value for value, computed in facts.leaves if computed]}
+            leaves = uniform_leaves(plan, known, program.seed.dtype)
+            _, reach = self.reachable(program)
+            self._tallies[id(plan)] = (
+                None
+                if leaves is None
+                else UniformTally.of(leaves, program, self.names, reach, self.chosen.bits)
+            )
+        return self._tallies[id(plan)]
 
     def bounds(self, program: Program) -> ProvenanceBounds:
         """The bits of provenance that all paths from a value have, and those that any has."""
@@ -95,6 +125,26 @@ class ComponentFacts:
             self._alternatives = alternatives(program, *parts, self.names)
         return self._alternatives
 
+    def mass_plan(self, program: Program) -> MassPlan:
+        """The plan of a mass pass."""
+        if self._mass_plan is None:
+            every = [each.bits for each in self.chosen.components]
+            bits = bits_by_component(self.chosen.component_bits, every)
+            self._mass_plan = plan_mass(program, bits, self.owners())
+        return self._mass_plan
+
+    def owners(self) -> dict[int, int]:
+        """For each leaf, by value, the bits of the components that it belongs to: bit k + 1 for the
+        k-th.
+        """
+        if self._owners is None:
+            by_name: dict[str, int] = {}
+            for k, component in enumerate(self.chosen.components):
+                for name in component.owns:
+                    by_name[name] = by_name.get(name, 0) | 2 << k
+            self._owners = {value: by_name.get(name, 0) for value, name in self.names.items()}
+        return self._owners
+
     def _owned(self, values: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         """(2, n): indices of leaves, and of the components they belong to."""
         places: dict[str, list[int]] = {}
@@ -117,13 +167,18 @@ class KeptPlans:
     names: Mapping[int, str]
     hits: int = 0
     missed: str = ""  # why it was not found among those kept before
+    replays: int = 0  # losses of which an earlier recording was replayed
+    recorded: str = ""  # why the last one was not
     selections: dict[Hashable, ComponentSelection] = field(default_factory=dict)
+    tables: PathTables = field(default_factory=dict)
+    path_bytes: dict[bool, tuple[int, int]] = field(default_factory=dict)  # if gradients were kept
     _facts: dict[int, ComponentFacts] = field(default_factory=dict)  # by id, which they keep alive
 
     @property
     def steps(self) -> int:
         """The number of steps of the program."""
-        return sum(len(block.steps) + len(block.merges) for block in self.structure.blocks)
+        both = (map(attrgetter(part), self.structure.blocks) for part in ("steps", "merges"))
+        return sum(sum(map(len, each)) for each in both)
 
     def chosen(
         self, finder: Callable[[], ComponentFinder], components: Components
@@ -156,15 +211,18 @@ class KeptPlans:
 
 class PlanRow(NamedTuple):
     """A structure that is kept: how many operators, leaves and plans it has, for how many losses it
-    was used again, how many bytes it takes, and why it was new.
+    was used again and for how many of these recording too, how many bytes it takes, why it was new,
+    and why the last loss was recorded anew (empty if it was not).
     """
 
     operators: int
     leaves: int
     plans: int
     hits: int
+    replays: int
     bytes: int
     missed: str
+    recorded: str
 
 
 @dataclass(frozen=True)
@@ -189,16 +247,17 @@ class Plans(Tabular):
     def table(self) -> TextTable:
         """One row for each structure."""
         columns = (
-            *(TextColumn(name, "count") for name in ("operators", "leaves", "plans", "hits")),
-            TextColumn("bytes", "count"),
+            *(TextColumn(name, "count") for name in PlanRow._fields[:-2]),
             TextColumn("new because"),
+            TextColumn("recorded because"),
         )
         title = f"Kept plans: {self.hits:,} of {self.hits + self.misses:,} losses had one"
         return TextTable(title, columns, tuple(tuple(row) for row in self.rows))
 
     def clear(self) -> None:
-        """Forget all plans, and how often they were used."""
+        """Forget all plans and recordings, and how often they were used."""
         KEPT.clear()
+        RECORDINGS.clear()
 
     def __str__(self) -> str:
         return str(self.table())
@@ -234,8 +293,13 @@ class PlanCache:
                 self._kept.move_to_end(key)
                 found.hits += 1
                 self.hits += 1
+                if program.recorded is not None:  # else made of another program
+                    found.replays += not program.recorded
+                    found.recorded = program.recorded
+                program.facts.structure = found.structure  # the same object is found faster
                 return found
             found = KeptPlans(structure, dict(names), missed=self._reason(structure, names))
+            found.recorded = program.recorded or ""
             self.misses += 1
             self._kept[key] = found
             self._steps += found.steps
@@ -270,8 +334,12 @@ class PlanCache:
                 len(each.structure.leaves),
                 each.plans,
                 each.hits,
-                _bytes_of(each),
+                each.replays,
+                _bytes_of(
+                    (each, [r for r in RECORDINGS.all() if r.facts.structure == each.structure])
+                ),
                 each.missed,
+                each.recorded,
             )
             for each in kept
         ]
@@ -287,9 +355,11 @@ def plans() -> Plans:
 
     The passes behind ``trace.influence`` read the structure of a loss alone: its operators, how
     they are connected, shapes and dtypes. So the plan is kept, and a later loss of the same
-    structure uses it again. The table tells for each structure how many losses did so, what memory
-    it takes (none of it holds tensors), and why it was new: what was different from the last loss
-    of the same parameters. ``gradtrace.plans().clear()`` forgets all.
+    structure uses it again. So does recording, if every operator is in the table of those whose
+    derivatives are known, and no hook stands on them. The table tells for each structure how many
+    losses used its plan and its recording, what memory it takes (none of it holds tensors), why it
+    was new, that is what was different from the last loss of the same parameters, and why its last
+    loss was recorded anew. ``gradtrace.plans().clear()`` forgets all.
 
     >>> import torch, gradtrace as gt
     >>> gt.plans().clear()
@@ -298,14 +368,18 @@ def plans() -> Plans:
     ...     with gt.watch(model) as watch:
     ...         loss = model(torch.ones(batch, 3)).sum()
     ...     table = watch.trace(loss).influence("operators")
-    >>> [(kept.hits, kept.missed) for kept in gt.plans()]
-    [(0, 'SumBackward0: shape (5, 1), not (2, 1)'), (1, 'its first loss')]
+    >>> [(kept.hits, kept.replays, kept.missed) for kept in gt.plans()]
+    [(0, 0, 'SumBackward0: shape (5, 1), not (2, 1)'), (1, 1, 'its first loss')]
     """
     return KEPT.summary()
 
 
 def _spelling(components: Components) -> Hashable:
-    """Components as a key; None if they are no names, which an error will say."""
+    """Components as a key; None if they are no names, which an error will say, or if they do not
+    follow from the structure alone: which experts were called is in the data.
+    """
+    if "expert" in str(components):
+        return None
     if components is None or isinstance(components, str):
         return ("kind", components)
     if isinstance(components, Mapping):
@@ -324,6 +398,12 @@ def _spelling(components: Components) -> Hashable:
     return key
 
 
+_COUNTED = (
+    *(KeptPlans, ComponentFacts, ComponentSelection, Component, Plan),
+    *(Structure, KeptRecording, ProgramFacts, Entries),
+)
+
+
 def _bytes_of(root: object) -> int:
     """The bytes of an object and all that it refers to, each once; of Python's own and of arrays,
     not of classes and what they share.
@@ -340,6 +420,8 @@ def _bytes_of(root: object) -> int:
             stack += [*item.keys(), *item.values()]
         elif isinstance(item, (tuple, list, set, frozenset)):
             stack += item
-        elif isinstance(item, (KeptPlans, ComponentFacts, ComponentSelection, Component, Plan)):
-            stack += getattr(item, "__dict__", {}).values()
+        elif isinstance(item, Block):
+            stack += [item.takes, item.steps, item.gives, item.merges]
+        elif isinstance(item, _COUNTED):
+            stack += vars(item).values()
     return total

@@ -14,7 +14,7 @@ from gradtrace.ir.passes.select_leaves import select_leaves
 from gradtrace.tracing.components import ComponentSelection, within
 from gradtrace.tracing.counting import count_followed, counted, counted_rows, counted_sample
 from gradtrace.tracing.coverage import Coverage, measured
-from gradtrace.tracing.followed import follow_elements
+from gradtrace.tracing.followed import follow_paths
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.traced_program import TracedProgram, indices
 
@@ -123,7 +123,7 @@ def _counted_element(
         )
     value, element = traced.element(name, index)
     drawn = {value: torch.tensor([element], device="cpu")}
-    followed = (follow_elements(traced, drawn, pair) for pair in range(traced.pairs))
+    followed = (follow_paths(traced, drawn, pair, chosen) for pair in range(traced.pairs))
     table = count_followed(traced, chosen, followed, {value: 1})
     return _noted(table, f"{name}{list(indices(index))}")
 

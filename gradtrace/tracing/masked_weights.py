@@ -18,7 +18,7 @@ from gradtrace.ir.program import MapTable, Program
 from gradtrace.ir.rescaling import Rescaling
 from gradtrace.linops import Scale
 from gradtrace.semirings import BOOL
-from gradtrace.tracing.path_mass import run_ahead
+from gradtrace.tracing.path_mass import run_ahead, values_below
 
 Result = TypeVar("Result")
 
@@ -45,7 +45,8 @@ def without_masked_weights(program: Program) -> Program:
     if not broken:
         return program
     values = {value for some in broken.values() for value in some}
-    reached = run_ahead(program, Rescaling(BOOL), values, {}).kept
+    below = values_below(program, values)
+    reached = run_ahead(program, Rescaling(BOOL), values, below, {}).kept
     maps = MapTable(program.maps)
     for at, some in broken.items():
         map_ = program.maps[at]

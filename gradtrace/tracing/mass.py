@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,16 +18,18 @@ from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
-from gradtrace.ir.passes.entries import Entries, bits_by_component, find_entries
+from gradtrace.ir.passes.entries import Entries
 from gradtrace.ir.program import Program
 from gradtrace.ir.rescaling import Rescaling, rescaled
-from gradtrace.kernels import fetch_scalars
+from gradtrace.kernels import backend_of, fetch_scalars
 from gradtrace.kernels.precision import exact
+from gradtrace.linops import Contract, Scale
 from gradtrace.printable import printable
 from gradtrace.semirings import Abs, Semiring
+from gradtrace.semirings.lifted import LiftedAbs
 from gradtrace.semirings.logarithmic import LogAbs
-from gradtrace.tracing.components import Component, Components, ComponentSelection
-from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.components import Components, ComponentSelection
+from gradtrace.tracing.counting import chosen_components
 from gradtrace.tracing.masked_weights import finitely
 from gradtrace.tracing.moments import NOTHING, Moments, in_units
 from gradtrace.tracing.path_mass import (
@@ -151,7 +154,14 @@ class Mass(Tabular):
         return self.total / self.gradient if self.gradient else nan
 
     def merge(self, *others: Mass) -> Mass:
-        """The table over the pairs of all tables; the same in any order and grouping."""
+        """The table over the pairs of all tables; the same in any order and grouping.
+
+        Args:
+            others: Tables of the same kind, over other pairs.
+
+        Returns:
+            One table.
+        """
         result = self
         for other in others:
             if other.p != result.p:
@@ -220,26 +230,23 @@ class Mass(Tabular):
 def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
     """The table of components; see ``Mass``."""
     checked_power(p)
-    table = mass_through(traced, component_finder(traced).choose(components), p)
+    table = mass_through(traced, chosen_components(traced, components), p)
     return replace(table, source=_gradient_source(traced)) if p == 1 == traced.pairs else table
 
 
 def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1.0) -> Mass:
     """The table of the chosen components."""
-    semiring, program = _semiring(p), traced.program
-    bits = bits_by_component(chosen.component_bits, [each.bits for each in chosen.components])
-    owned = _owners(traced, chosen.components)
-    entries = find_entries(program, bits, owned)
-    entered = entries.values()
-    tails = leaf_tails(program, entered)
+    semiring, program, facts = _semiring(p), traced.program, traced.kept.facts(chosen)
+    plan, owned = facts.mass_plan(program), facts.owners()
+    entries, tails = plan.entries, leaf_tails(program, plan.entered)
 
     def measured(program: Program) -> list[PathMass]:
         def run(rescaling: Rescaling) -> list[PathMass] | None:
-            ahead = run_ahead(program, rescaling, entered, tails)
-            backward = BackwardMass(program, rescaling, entries, tails, ahead)
+            ahead = run_ahead(program, rescaling, plan.entered, plan.below, tails)
+            backward = BackwardMass(program, rescaling, entries, plan.alive, tails, ahead)
             return path_masses([backward.run(seed) for seed in _seeds(traced)], rescaling)
 
-        return rescaled(semiring, program.seed, run)
+        return rescaled(lifted(semiring, program, tails), program.seed, run)
 
     precise = exact(*semiring.weigh(program.seed))  # here once, and not at every product
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY), precise:
@@ -286,11 +293,11 @@ def gradient_size(program: Program) -> float:
 def cancellation_of(traced: TracedProgram) -> float:
     """``Σ |weight| / Σ |gradient|`` over all paths and all leaves, of the sum of all losses."""
     program = traced.program
-    ahead, tails = Ahead({}, leading_to_leaves(program), {}), leaf_tails(program, set())
+    ahead, alive, tails = Ahead({}, {}), leading_to_leaves(program), leaf_tails(program, set())
 
     def measured(program: Program) -> list[PathMass]:
         def run(rescaling: Rescaling) -> list[PathMass] | None:
-            backward = BackwardMass(program, rescaling, Entries({}, {}), tails, ahead)
+            backward = BackwardMass(program, rescaling, Entries({}, {}), alive, tails, ahead)
             return path_masses([backward.run(program.seed)], rescaling)
 
         return rescaled(Abs(), program.seed, run)
@@ -300,6 +307,26 @@ def cancellation_of(traced: TracedProgram) -> float:
         size = gradient_size(program)
     mass = in_units(sum(found.leaves.values()), found.power)
     return as_float(mass / Fraction(size)) if size else nan
+
+
+LIFTED_PART = 4
+"""The absolute values of weights take at most this part of the memory that is free."""
+
+
+def lifted(semiring: Semiring, program: Program, tails: dict[int, int]) -> Semiring:
+    """The semiring with absolute values of the weights that both passes read, where it takes a
+    launch to compute each.
+    """
+    if semiring != Abs() or not backend_of(program.seed).synchronises:
+        return semiring
+    weights = []
+    for step in program.steps():
+        for at, _ in step.terms if step.out not in tails else ():
+            map_ = program.maps[at]  # its subclasses gather or copy a weight when it is read
+            if isinstance(map_, (Scale, Contract)) and type(map_) in (Scale, Contract):
+                weights += [map_.weight] if isinstance(map_.weight, Tensor) else []
+    free = memory.available(program.seed.device)
+    return LiftedAbs.of(weights, sys.maxsize if free is None else free // LIFTED_PART)
 
 
 LOGARITHMS_FROM = 16
@@ -317,14 +344,6 @@ def checked_power(p: float) -> float:
         hint = "; for the heaviest path alone: trace(rule='viterbi')" if p == inf else ""
         raise GradtraceError(f"p is a positive number, not {p!r}{hint}")
     return float(p)
-
-
-def _owners(traced: TracedProgram, components: Sequence[Component]) -> dict[int, int]:
-    """For each leaf, by value, the bits of the components that it belongs to."""
-    found: dict[int, int] = {}
-    for value, name in traced.names.items():
-        found[value] = sum(2 << k for k, each in enumerate(components) if name in each.owns)
-    return found
 
 
 def _seeds(traced: TracedProgram) -> Iterator[Tensor]:

@@ -29,7 +29,15 @@ class Measures(PathSums):
     @isolated()
     def coverage(self, sample: int = 1000, seed: int = 0, *, of: Leaves | None = None) -> Coverage:
         """What part of its element's gradient a path carries, signed: ``weight / gradient`` of a
-        random sample of elements (and of at most 8 losses); ``of`` is as in ``influence``.
+        random sample of elements (and of at most 8 losses).
+
+        Args:
+            sample: How many elements; all of them, if there are fewer.
+            seed: Draws the same elements for the same number, on every device.
+            of: Leaves to look at alone, by name, pattern or module, as for ``influence``.
+
+        Returns:
+            Median, quartiles, and how many paths have the opposite sign of their gradient.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -45,6 +53,14 @@ class Measures(PathSums):
     ) -> Agreement:
         """Whether the rules agree: for the same random elements, how often they choose the same
         path and the same components, and the share of each component by every rule.
+
+        Args:
+            components: Modules, groups or kinds of parts, as for ``Trace.influence``.
+            sample: How many elements.
+            seed: Draws the same elements for the same number, on every device.
+
+        Returns:
+            The table of shares by rule; ``contradictions`` names the components they differ on.
         """
         self.check_unchanged()
         chosen = component_finder(self).choose(components)
@@ -64,14 +80,20 @@ class Measures(PathSums):
         """How paths divide at each fork: sums, concatenations, gates, labelled slices.
 
         Of the elements that could take at least two branches of a fork and come to it, the share
-        that takes each. Shares of a fork add up to 1; a chain of sums is one fork. ``every`` lists
-        also the arithmetic within activations, norms and cells; ``of`` and ``sample`` are as for
-        ``influence``.
+        that takes each. Shares of a fork add up to 1; a chain of sums is one fork.
 
-        ``measures`` may add ``"gradient"`` (signed: ⟨g_b, g⟩, what the gradient through branch b
-        adds to the gradient of these leaves, over the sum of that of all branches; see
-        ``decompose``) and ``"mass"`` (Σ |weight| of all paths through b, likewise; see ``mass``).
-        They cost up to a backward pass for each branch, and a few.
+        Args:
+            measures: ``"paths"``; and ``"gradient"`` (signed: ⟨g_b, g⟩, what the gradient through
+                branch b adds to the gradient of these leaves, over the sum of that of all branches;
+                see ``decompose``) and ``"mass"`` (Σ |weight| of all paths through b, likewise; see
+                ``mass``), which cost up to a backward pass for each branch, and a few.
+            of: Leaves to look at alone, by name, pattern or module, as for ``influence``.
+            every: Whether to list the arithmetic within activations, norms and cells, too.
+            sample: Follow the paths of that many random elements only.
+            seed: Draws the same elements for the same number, on every device.
+
+        Returns:
+            The forks, those between modules first, each with its branches.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)

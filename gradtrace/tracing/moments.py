@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import inf, nan, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 Z2 = Fraction(196, 100) ** 2
 """The square of the normal quantile of a 95% interval."""
@@ -57,6 +57,10 @@ class SamplingVariance(NamedTuple):
         return float(max(linear, least) * (1 + Z2 / many))
 
 
+KnownVariance: TypeAlias = SamplingVariance | Callable[[], SamplingVariance] | None
+"""A sampling variance, or a function that computes it."""
+
+
 class Moments:
     """Sums over pairs of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact; and
     what is known of their error if only a sample of elements was counted (``sampling``).
@@ -65,7 +69,7 @@ class Moments:
     same bits. The fractions are computed lazily, as most rows of most tables are never read.
     """
 
-    __slots__ = ("_pairs", "_parts", "_power", "sampling")
+    __slots__ = ("_pairs", "_parts", "_power", "_sampling")
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class Moments:
         self._parts: tuple[Fraction, ...] | None = (t, e, tt, te, ee)
         self._pairs: tuple[Sequence[float], Sequence[float]] = ((), ())
         self._power = 0
-        self.sampling = SamplingVariance(*sampling) if sampling else None
+        self._sampling: KnownVariance = SamplingVariance(*sampling) if sampling else None
 
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
@@ -91,11 +95,11 @@ class Moments:
         cls,
         through: Sequence[float],
         eligible: Sequence[float],
-        sampling: SamplingVariance | None = None,
+        sampling: KnownVariance = None,
     ) -> Moments:
-        """The moments of many pairs."""
+        """The moments of many pairs; a function computes their variance when it is asked for."""
         found = cls.whole(through, eligible, 0)
-        found.sampling = sampling
+        found._sampling = sampling
         return found
 
     @classmethod
@@ -105,8 +109,19 @@ class Moments:
         """
         found = cls.__new__(cls)
         found._parts, found._pairs, found._power = None, (through, eligible), power
-        found.sampling = None
+        found._sampling = None
         return found
+
+    @property
+    def sampling(self) -> SamplingVariance | None:
+        """What is known of the error of a sample; None if all elements were counted."""
+        if callable(self._sampling):
+            self._sampling = self._sampling()
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, known: SamplingVariance | None) -> None:
+        self._sampling = known
 
     @property
     def through(self) -> Sequence[float]:
@@ -176,6 +191,12 @@ class Moments:
         Every pair has a sample of its own, so that what differs between pairs includes the error of
         their samples. It is too uncertain if pairs are few, and 0 for a rare component: so the
         larger of the two is taken.
+
+        Args:
+            pairs: Number of losses that were counted.
+
+        Returns:
+            The standard error.
         """
         t, e, tt, te, ee = self.parts()
         if not e:

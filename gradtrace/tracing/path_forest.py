@@ -127,7 +127,7 @@ class PathForest:
         """The provenance of each start: the union over its path of the bits of each node's value
         and slice. Bit 0 is set at the root where the seed is not 0.
         """
-        words = _words([*bits.values(), *(b for s in slices.values() for b in s.bits)])
+        words = words_of([*bits.values(), *(b for s in slices.values() for b in s.bits)])
         found = torch.zeros(
             len(self.onward) + 1, words, dtype=torch.int64, device="cpu"
         )  # the last for "none"
@@ -144,11 +144,7 @@ class PathForest:
                 place = self.element[first:last] // step % shape[dim]
                 here |= _split(named, words)[place]
             last = first
-        rows, number = found[self.starts].unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
-        different = [
-            sum(word << n * WORD_BITS for n, word in enumerate(row)) for row in rows.tolist()
-        ]
-        return PathProvenance(different, number)
+        return different_sets(found[self.starts])
 
     @cached_property
     def _arrays(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
@@ -278,14 +274,33 @@ class ForestBuilder:
         )
 
 
-def _words(sets: Sequence[int]) -> int:
+def different_sets(words: Tensor) -> PathProvenance:
+    """The distinct rows of words, as provenance sets, and for each row the index of its own."""
+    number = torch.zeros(len(words), dtype=torch.int64, device=words.device)
+    many = 1
+    for column in words.unbind(1):  # several times as fast as unique(dim=0)
+        found, here = column.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        number, many = number * len(found) + here, many * len(found)
+        if many > len(words):
+            found, number = number.unique(return_inverse=True)
+            many = len(found)
+    found, number = number.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    one = torch.zeros_like(found).scatter_(0, number, torch.arange(len(words), device=words.device))
+    rows = words[one].tolist()
+    sets = [sum(word << n * WORD_BITS for n, word in enumerate(row)) for row in rows]
+    return PathProvenance(sets, number)
+
+
+def words_of(sets: Sequence[int]) -> int:
     """How many words the largest provenance set needs."""
     return max(1, *(-(-one.bit_length() // WORD_BITS) for one in sets)) if sets else 1
 
 
-def _split(sets: Sequence[int], words: int) -> Tensor:
+def split_words(sets: Sequence[int], words: int) -> list[list[int]]:
     """Provenance sets as rows of words: (sets, words)."""
     mask = (1 << WORD_BITS) - 1
-    return torch.tensor(
-        [[one >> n * WORD_BITS & mask for n in range(words)] for one in sets], device="cpu"
-    )
+    return [[one >> n * WORD_BITS & mask for n in range(words)] for one in sets]
+
+
+def _split(sets: Sequence[int], words: int) -> Tensor:
+    return torch.tensor(split_words(sets, words), device="cpu")

@@ -18,13 +18,25 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import NonFinite
-from gradtrace.ir.interpreter import applied, is_move, value_of
-from gradtrace.ir.passes.entries import Entries, Entry
+from gradtrace.ir.interpreter import applied, is_move, reshaped, value_of
+from gradtrace.ir.passes.entries import Entries, Entry, find_entries
+from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program, Step, Term
 from gradtrace.ir.rescaling import Rescaling, Scalar, ScaledValue
 from gradtrace.kernels import fetch_scalars
-from gradtrace.linops import Reduce, Slot, column_sums, is_permutation, tiled, tiling, transposed
+from gradtrace.kernels.strides import without_repetition
+from gradtrace.linops import (
+    Identity,
+    Reduce,
+    Slot,
+    column_sums,
+    is_permutation,
+    tiled,
+    tiling,
+    transposed,
+)
 from gradtrace.semirings import Semiring
+from gradtrace.semirings.base import each
 from gradtrace.semirings.logarithmic import LogAbs
 
 
@@ -58,47 +70,63 @@ def leading_to_leaves(program: Program) -> set[int]:
     return found
 
 
+class MassPlan(NamedTuple):
+    """What of a mass pass follows from the structure of a program: the entries of components and
+    their values, all values that are made of these, and all that lead to a leaf.
+    """
+
+    entries: Entries
+    entered: set[int]
+    below: set[int]
+    alive: set[int]
+
+
+def plan_mass(program: Program, bits: ComponentBits, owned: dict[int, int]) -> MassPlan:
+    """The plan for components with these bits; ``owned`` are those that leaves belong to."""
+    entries = find_entries(program, bits, owned)
+    entered = entries.values()
+    return MassPlan(entries, entered, values_below(program, entered), leading_to_leaves(program))
+
+
 class Ahead(NamedTuple):
-    """``ahead`` at the values that are entered, all values that lead to a leaf, and the column sums
-    of maps to leaves, by index, where they are small.
+    """``ahead`` at the values that are entered, and the column sums of maps to leaves, by index,
+    where they are small.
     """
 
     kept: dict[int, ScaledValue]
-    alive: set[int]
     sums: dict[int, ScaledValue]
 
 
 def run_ahead(
-    program: Program, rescaling: Rescaling, keep: set[int], tails: dict[int, int]
+    program: Program, rescaling: Rescaling, keep: set[int], below: set[int], tails: dict[int, int]
 ) -> Ahead:
-    """Run the program from the leaves up to the last values that are kept; the others are freed
-    when they have been used.
+    """Run the program from the leaves up to the last values that are kept, through those that are
+    made of them (``below``); the others are freed when they have been used.
     """
     semiring = rescaling.semiring
     (like,) = semiring.weigh(program.seed)
     parts = _Contributions(program, rescaling, like)
     kept: dict[int, ScaledValue] = {}
-    needed = _below(program, keep)
-    shapes = {step.out: step.shape for step in program.steps()}
+    steps = program.steps()
+    shapes = {step.out: step.shape for step in steps}
     for leaf in program.leaves:
         if leaf.value not in tails:
             shape = shapes.get(leaf.value, tuple(program.seed.shape))
             parts.held[leaf.value] = ScaledValue((like.new_full(shape, semiring.one[0]),), 0)
-    for step in reversed(program.steps()):
+    for step in reversed(steps):
         whole = parts.pop(step.out)
         if whole is not None:
-            whole = rescaling.balanced(whole, alone=not parts.held and not parts.slots)
             if step.out in keep:
                 kept[step.out] = whole
         elif step.out not in tails:
             continue
         for at, value in step.terms:
-            if value not in tails and value in needed:
+            if value in below and value not in tails:
                 parts.add(value, at, whole)
     whole = parts.pop(program.root)
     if whole is not None:
         kept[program.root] = whole
-    return Ahead(kept, leading_to_leaves(program), parts.sums)
+    return Ahead(kept, parts.sums)
 
 
 @dataclass
@@ -106,7 +134,8 @@ class _Contributions:
     """What ``ahead`` of values is a sum of, collected until it is complete.
 
     Slots that tile a value are concatenated, so they wait in ``slots``. So do maps to leaves, in
-    ``ends``: their column sums are given the powers of what they are added to.
+    ``ends``: their column sums are added up before they are given the powers of the rest. ``moved``
+    are the values that are another one, only moved: these need no rescaling.
     """
 
     program: Program
@@ -116,46 +145,83 @@ class _Contributions:
     slots: dict[int, list[tuple[Slot, ScaledValue]]] = field(default_factory=dict)
     ends: dict[int, list[int]] = field(default_factory=dict)
     sums: dict[int, ScaledValue] = field(default_factory=dict)
+    moved: set[int] = field(default_factory=set)
 
     def add(self, value: int, at: int, whole: ScaledValue | None) -> None:
         """A map that leads from the value to another whose ``ahead`` is known, or to a leaf."""
         if whole is None:
             self.ends.setdefault(value, []).append(at)
+            self.moved.discard(value)
             return
-        map_ = transposed(self.program.maps[at])
-        if isinstance(map_, Slot):
-            self.slots.setdefault(value, []).append((map_, whole))
-            return
-        found = applied(map_, whole, self.rescaling.semiring)
-        self.held[value] = self._plus(self.held.get(value), found)
+        map_ = self.program.maps[at]
+        if type(map_) is Identity:
+            found = reshaped(whole, map_.in_shape)
+        else:
+            map_ = transposed(map_)
+            if isinstance(map_, Slot):
+                self.slots.setdefault(value, []).append((map_, whole))
+                return
+            found = applied(map_, whole, self.rescaling.semiring)
+        before = self.held.get(value)
+        if before is None:
+            self.held[value] = found
+            if map_.is_gather and value not in self.ends:
+                self.moved.add(value)
+        else:
+            self.held[value] = self.rescaling.plus(before, found)
+            self.moved.discard(value)
 
     def pop(self, value: int) -> ScaledValue | None:
         """``ahead`` of a value to which all has been added; None if there is nothing."""
         found = self.held.pop(value, None)
-        slots = self.slots.pop(value, [])
-        if order := tiling([slot for slot, _ in slots]) if slots else None:
+        slots = self.slots.pop(value, None)
+        if slots:
+            found = self._join(found, slots)
+            self.moved.discard(value)
+        if ends := self.ends.pop(value, None):
+            found = self._finish(found, ends)
+        if found is None or value in self.moved:
+            return found
+        return self.rescaling.balanced(found, alone=not self.held and not self.slots)
+
+    def _join(
+        self, found: ScaledValue | None, slots: list[tuple[Slot, ScaledValue]]
+    ) -> ScaledValue:
+        """The sum with what slots hold: concatenated, if they tile the value."""
+        if order := tiling([slot for slot, _ in slots]):
             parts = self.rescaling.aligned([whole for _, whole in slots])
             joined = tiled([slot for slot, _ in slots], [part.value[0] for part in parts], order)
             age = max(part.age for part in parts)
-            found = self._plus(found, parts[0]._replace(value=(joined,), age=age))
-        else:
-            for slot, whole in slots:
-                found = self._plus(found, applied(slot, whole, self.rescaling.semiring))
-        for at in self.ends.pop(value, ()):
-            powers = () if found is None else found.powers
-            ones = (self.rescaling.one(powers, self.like),)
-            columns = column_sums(self.program.maps[at], self.rescaling.semiring, ones)
-            sums = ScaledValue(columns, 0, powers, age=1)
-            if _is_small(columns[0]):
-                self.sums[at] = sums
-            found = self._plus(found, sums)
+            return self._plus(found, parts[0]._replace(value=(joined,), age=age))
+        for slot, whole in slots:
+            found = self._plus(found, applied(slot, whole, self.rescaling.semiring))
+        assert found is not None
         return found
+
+    def _finish(self, found: ScaledValue | None, ends: list[int]) -> ScaledValue:
+        """The sum with the column sums of maps to leaves, which are small, or repeated."""
+        semiring, maps = self.rescaling.semiring, self.program.maps
+        ones, total = (self.rescaling.one((), self.like),), None
+        for at in ends:
+            columns = column_sums(maps[at], semiring, ones)
+            if _is_small(columns[0]):
+                self.sums[at] = ScaledValue(columns, 0)
+            few = each(columns, without_repetition)
+            total = few if total is None else semiring.plus(total, few)
+        assert total is not None
+        shape = maps[ends[0]].in_shape
+        if found is None:
+            return ScaledValue(each(total, lambda part: part.expand(shape)), 0, age=1)
+        if not found.powers:
+            return self.rescaling.plus(found, ScaledValue(total, 0, age=1))
+        one = (self.rescaling.one(found.powers, self.like),)
+        return found._replace(value=semiring.plus_times(found.value, total, one))
 
     def _plus(self, a: ScaledValue | None, b: ScaledValue) -> ScaledValue:
         return b if a is None else self.rescaling.plus(a, b)
 
 
-def _below(program: Program, values: set[int]) -> set[int]:
+def values_below(program: Program, values: set[int]) -> set[int]:
     """These values, and all that are made of them."""
     found = set(values)
     for step in program.steps():
@@ -200,6 +266,7 @@ class BackwardMass:
     program: Program
     rescaling: Rescaling
     entries: Entries
+    alive: set[int]
     tails: dict[int, int]
     ahead: Ahead
     behind: dict[int, ScaledValue] = field(default_factory=dict)
@@ -221,7 +288,7 @@ class BackwardMass:
         (root,) = self.semiring.weigh(seed)
         self.one = self.rescaling.one((), root)
         self.behind = {program.root: ScaledValue((root,), 0)}
-        last, n = program.last_uses, 0
+        last, maps, n = program.last_uses, program.maps, 0
         leaves = {leaf.value for leaf in program.leaves}
         for number, block in enumerate(program.blocks):
             self._enter(entries.takes.get(number, ()))
@@ -234,13 +301,12 @@ class BackwardMass:
                 if step.out in leaves and step.out not in self.tails:
                     self._end(step.out)
                     ended += [step.out] if step.out not in last else []
-                for term in step.terms:
-                    if last[term.value] == n:
-                        self._free(term.value)
-                if step.out in self.behind and not is_move(step, program.maps):
+                for _, value in step.terms:
+                    if last[value] == n:
+                        self._free(value)
+                if step.out in self.behind and not is_move(step, maps):
                     alone = len(self.behind) == 1 and not any(self.around.values())
-                    held = self.rescaling.balanced(self.behind[step.out], alone)
-                    self.behind[step.out] = held
+                    self.behind[step.out] = self.rescaling.balanced(self.behind[step.out], alone)
                 n += 1
             if not block.merges:
                 self._exit(entries.exits.get(number, ()))
@@ -255,14 +321,19 @@ class BackwardMass:
         if out in self.tails:
             self._add_to_leaf(step)
             return
-        if out not in self.ahead.alive:
+        if out not in self.alive:
             return
-        maps, rescaling = self.program.maps, self.rescaling
-        self.behind[out] = value_of(step, maps, self.behind, rescaling)
-        for k in bits_of(self.entries.needed.get(out, 0)):
+        maps, rescaling, (at, value) = self.program.maps, self.rescaling, step.terms[0]
+        if len(step.terms) == 1 and type(maps[at]) is Identity:
+            self.behind[out] = reshaped(self.behind[value], step.shape)
+        else:
+            self.behind[out] = value_of(step, maps, self.behind, rescaling)
+        needed = self.entries.needed.get(out)
+        for k in bits_of(needed) if needed else ():
             terms, values = self._avoided(step, k)
             part = value_of(step._replace(terms=terms), maps, values, rescaling)
-            self.around.setdefault(k, {})[out] = rescaling.balanced(part)
+            moved = is_move(step, maps)
+            self.around.setdefault(k, {})[out] = part if moved else rescaling.balanced(part)
 
     def _avoided(self, step: Step, k: int) -> tuple[tuple[Term, ...], dict[int, ScaledValue]]:
         """The terms of a step whose paths, or some of them, have avoided component k, and their
@@ -297,10 +368,7 @@ class BackwardMass:
 
     def _dot(self, a: ScaledValue, b: ScaledValue | None) -> Scalar:
         """The sum of all products; of a alone if b is 1."""
-        if b is not None:
-            product = self.semiring.times(a.value, b.value)
-            a = ScaledValue(product, a.exponent + b.exponent, a.powers + b.powers)
-        return self.rescaling.total(a)
+        return self.rescaling.total(a) if b is None else self.rescaling.inner(a, b)
 
     def _end(self, leaf: int) -> None:
         """Note the mass of a leaf that is no tail."""
@@ -367,8 +435,9 @@ class BackwardMass:
 
     def _free(self, value: int) -> None:
         self.behind.pop(value, None)
-        for mine in self.around.values():
-            mine.pop(value, None)
+        if self.around:
+            for mine in self.around.values():
+                mine.pop(value, None)
 
 
 def path_masses(runs: Sequence[Collected], rescaling: Rescaling) -> list[PathMass] | None:

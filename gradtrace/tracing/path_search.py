@@ -89,6 +89,7 @@ class PathFollower:
     program: Program
     seed: Tensor
     budget: int | None = None  # bytes for values; None: keep all
+    orders: dict[int, Tensor] = field(default_factory=dict, repr=False)  # of sorted targets
     _nested_cache: tuple[NestedSum, dict[int, ScaledValue]] | None = field(default=None, repr=False)
 
     @cached_property
@@ -177,11 +178,10 @@ class PathFollower:
                         builder.gradient(gradient)
                         check = diagonal and not backend_of(gradient).synchronises
                         alive = check and bool(gradient.all())
-                    held = self._compared(out, rule)
-                    if rule == "edge" and held is None and self.edges.chooses(out, terms):
+                    if self.edge_chooses(out, terms, rule):
                         edges = _chosen(terms, at, self.edges.offers(out, at))
                     else:
-                        edges = self._onward(terms, at, held, alive)
+                        edges = self._onward(terms, at, self.compared(out, rule), alive)
                     for some in edges:
                         builder.send(some)
             root = self.program.root
@@ -190,7 +190,11 @@ class PathFollower:
                 builder.gradient(self.seed.reshape(-1)[at])
             return builder.forest(root)
 
-    def _compared(self, out: int, rule: str) -> Values[ScaledValue] | None:
+    def edge_chooses(self, out: int, terms: tuple[BoundTerm, ...], rule: str) -> bool:
+        """Whether the rule ``edge`` chooses among the terms of a value, by single contributions."""
+        return rule == "edge" and out not in self.nested and self.edges.chooses(out, terms)
+
+    def compared(self, out: int, rule: str) -> Values[ScaledValue] | None:
         """The sizes by which the terms of a value are compared; None for the gradients."""
         if rule == "viterbi":
             return self.largest
@@ -228,7 +232,7 @@ class PathFollower:
         if term.map.is_gather:
             source = term.map.rows(at).source[:, 0]
         else:
-            source = term.map.best(self._value(term.value, held), at).source
+            source = term.map.best(self.value(term.value, held), at).source
         if _unread(term.map, source):
             yield _ended_edges(term, at, source, None)
             return
@@ -242,7 +246,7 @@ class PathFollower:
     def _offer(self, term: BoundTerm, at: Tensor, held: Values[ScaledValue] | None) -> Best:
         """The largest |contribution| of one of several terms to the elements ``at``."""
         if held is not None or not term.map.is_gather or term.value in self.gradients:
-            return term.map.best(self._value(term.value, held), at)
+            return term.map.best(self.value(term.value, held), at)
         source = term.map.rows(at).source[:, 0]
         found = wide(self.gradient(term.value, source.clamp(min=0))).abs()
         found = torch.where(source < 0, 0, found)
@@ -273,7 +277,8 @@ class PathFollower:
     def _shape(self, value: int) -> Shape:
         return self.makers[value][0].map.out_shape
 
-    def _value(self, value: int, held: Values[ScaledValue] | None) -> Tensor:
+    def value(self, value: int, held: Values[ScaledValue] | None) -> Tensor:
+        """The value by which contributions are compared: the gradient, or the one in ``held``."""
         return self.gradients[value] if held is None else held[value].value[0]
 
     def _sizes(

@@ -19,8 +19,14 @@ class PathSums(TracedProgram):
     def mass(self, components: Components = None, p: float = 1.0) -> Mass:
         """The share of the mass of all paths, ``Σ |weight|**p``, that passes each component.
 
-        All paths count, each by its weight; ``components`` are as for ``influence``. With larger
-        ``p`` the heaviest paths count more. See ``Mass`` for what is divided by what.
+        All paths count, each by its weight. See ``Mass`` for what is divided by what.
+
+        Args:
+            components: Modules, groups or kinds of parts, as for ``Trace.influence``.
+            p: Power of the weights; the larger, the more the heaviest paths count.
+
+        Returns:
+            The table of shares.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor(2.0, requires_grad=True)
@@ -51,6 +57,14 @@ class PathSums(TracedProgram):
         number of residual ``"branches"`` that they take; of all leaves, or of one.
 
         It costs about two passes for each length that occurs. See ``Spectrum``.
+
+        Args:
+            by: ``"length"`` in operators, or ``"branches"``: residual branches taken.
+            p: Power of the weights in the mass.
+            of: Name of one leaf; all by default.
+
+        Returns:
+            A row for each length or number of branches.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor(2.0, requires_grad=True)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import exp, fsum, inf, isfinite, isnan, log, nan, prod
 from typing import TypeVar, overload
 
@@ -174,7 +175,15 @@ class Paths(Tabular, Sequence[Path]):
         return len(self.items)
 
     def of(self, name: str, index: Sequence[int] | int | None = None) -> Paths:
-        """The paths from a leaf, or from one element of it."""
+        """The paths from a leaf, or from one element of it.
+
+        Args:
+            name: Name of the leaf.
+            index: Of one element; all by default.
+
+        Returns:
+            Those paths.
+        """
         wanted = (index,) if isinstance(index, int) else None if index is None else tuple(index)
         if isinstance(self.items, LazyPaths):
             return Paths(self.items.of(name, wanted), self.title)
@@ -372,10 +381,19 @@ class Builder:
 
 def path_provenance(forest: PathForest, program: Program, bits_of: ComponentBits) -> PathProvenance:
     """The provenance of followed paths; that which ``executor.execute`` finds."""
+    return forest.provenance(*path_bits(program, bits_of))
+
+
+def path_bits(
+    program: Program, bits_of: ComponentBits
+) -> tuple[dict[int, int], dict[int, SliceBits]]:
+    """By value, the bits that a path gets for each of its elements, or for those of a slice."""
     bits: dict[int, int] = {}
     slices: dict[int, SliceBits] = {}
-    shapes = {step.out: step.shape for step in program.steps()}
-    shapes[program.root] = tuple(program.seed.shape)
+    shapes: dict[int, Shape] = {}
+    if bits_of.slices:
+        shapes = {step.out: step.shape for step in program.steps()}
+        shapes[program.root] = tuple(program.seed.shape)
     for number, block in enumerate(program.blocks):
         for value in block.takes.values():
             bits[value] = bits.get(value, 0) | bits_of.block.get(number, 0)
@@ -383,7 +401,7 @@ def path_provenance(forest: PathForest, program: Program, bits_of: ComponentBits
                 slices[value] = SliceBits(shapes[value], *bits_of.slices[number])
         for position, value in block.gives.items():
             bits[value] = bits.get(value, 0) | bits_of.position.get((number, position), 0)
-    return forest.provenance(bits, slices)
+    return bits, slices
 
 
 def unravel(element: int, shape: Shape) -> Shape:
@@ -429,8 +447,7 @@ def sampled(sizes: Mapping[K, int], sample: int, seed: int) -> dict[K, Tensor]:
             .sort()
             .values
         )
-    found, first = {}, 0
-    for name, size in sizes.items():
-        found[name] = drawn[(drawn >= first) & (drawn < first + size)] - first
-        first += size
-    return found
+    firsts = torch.tensor([0, *accumulate(sizes.values())], device="cpu")
+    counts = torch.searchsorted(drawn, firsts).diff()
+    local = drawn - firsts[:-1].repeat_interleave(counts)
+    return dict(zip(sizes, torch.split(local, counts.tolist())))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from hashlib import sha256
 from math import frexp
 from typing import NamedTuple
@@ -34,12 +35,13 @@ class Drawn(NamedTuple):
 
 
 def drawn_variances(
-    drawn: Drawn, through: Floats, eligible: Floats, squares: tuple[Floats, Floats]
-) -> list[SamplingVariance]:
+    drawn: Drawn, through: Floats, eligible: Floats, squares: tuple[Floats, Floats], unit: float = 1
+) -> list[Callable[[], SamplingVariance]]:
     """The sampling variance of each component, of elements drawn without replacement, for each pair
     anew. Given are, by (pair, component), Σt and Σe of weights, and the same of their squares.
 
-    The variance of a total over n of N elements is ``(1 - n/N) · n/(n-1) · Σ (x - mean)²``.
+    The variance of a total over n of N elements is ``(1 - n/N) · n/(n-1) · Σ (x - mean)²``. Weights
+    are given in units of ``unit``. The numbers are made exact when they are asked for.
     """
     n = max(drawn.sample, 1)
     factor = drawn.left * n / max(n - 1, 1)
@@ -54,7 +56,12 @@ def drawn_variances(
         whole,
         drawn.left * whole,
     )
-    return variances(parts)
+    return [partial(_variance, each, unit) for each in zip(*(part.tolist() for part in parts))]
+
+
+def _variance(parts: Sequence[float], unit: float) -> SamplingVariance:
+    found = SamplingVariance(*map(_rounded, parts))
+    return found if unit == 1 else found.times(unit)
 
 
 def variances(parts: Sequence[Floats]) -> list[SamplingVariance]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat, starmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, repeat, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +18,17 @@ from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
-from gradtrace.tracing.aggregate import Counts, grouped
+from gradtrace.tracing.aggregate import Counts, grouped, own_elements
 from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Moments, Row, Weight
 from gradtrace.tracing.kept_plans import ComponentFacts
-from gradtrace.tracing.moments import SamplingVariance
+from gradtrace.tracing.moments import KnownVariance
+from gradtrace.tracing.path_forest import PathProvenance
 from gradtrace.tracing.sampling import NOTHING_DRAWN, Drawn, drawn_variances
 from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
+
+SAMPLED_MAX_COUNTS = 1 << 22
+"""The most counts, by leaf and set of components, of sampled elements that are added up at once."""
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
@@ -35,7 +39,7 @@ class LeafCounts:
 
     name: str
     value: int
-    size: int  # elements; 0 if a leaf of this name was added before
+    size: int  # elements
     total: int  # the number of paths if every element counted had one
     found: Counts | None = None  # set once the leaf is counted
 
@@ -83,7 +87,6 @@ class Tally:
     pairs: int
     room: int = 0
     leaves: list[LeafCounts] = field(default_factory=list)
-    sized: set[str] = field(default_factory=set)
     jobs: LeafBatch | None = None
     pending: list[PendingLeaf] = field(default_factory=list)
     uniform: list[UniformLeaf] = field(default_factory=list)
@@ -169,13 +172,18 @@ class Tally:
             ids = torch.where(ids > 0, ids + shift, 0)
             size = len(pair) * len(rows) + 1
             pair = pair.start
+        self._count_ids(ids, gradient, PendingLeaf(leaf, rows, extra, pair, 1, 0, size))
+
+    def _count_ids(self, ids: Tensor, gradient: Tensor, pending: PendingLeaf) -> None:
+        """Count the elements of a leaf by their ids, together with others if possible."""
         jobs = self._jobs(gradient)
-        at = None if jobs is None else jobs.tally(ids, gradient, size)
+        at = None if jobs is None else jobs.tally(ids, gradient, pending.size)
         if jobs is None or at is None:
-            counted = backend_of(ids).tally(ids, gradient, size)
-            leaf.found = Counts(*counted, rows, extra, pair, 1)
+            counted = backend_of(ids).tally(ids, gradient, pending.size)
+            leaf, rows, extra, pair, blank, _, _ = pending
+            leaf.found = Counts(*counted, rows, extra, pair, blank)
         else:
-            self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 1, at, size))
+            self._enqueue(jobs, pending._replace(start=at))
 
     def _jobs(self, gradient: Tensor) -> LeafBatch | None:
         """The batch for the gradient's device; None if leaves are counted one by one."""
@@ -214,27 +222,57 @@ class Tally:
         self.uniform.clear()
         self.held_bytes = 0
 
-    def add_some(
-        self, value: int, pair: int, sets: list[int], number: Tensor, gradient: Tensor, size: int
-    ) -> None:
-        """Count the paths of a sample of a leaf's elements; the leaf has ``size`` elements.
-
-        ``sets`` are the distinct provenance sets, ``number`` the index of each sampled element's
-        set among them, ``gradient`` the elements' gradients.
+    def add_rows(self, found: TracedLeaf, gradient: Tensor, groups: int) -> LeafCounts:
+        """Count rows of a leaf, in ``groups`` of equal size, for ``row_sums``: not in ``result``,
+        and known after it.
         """
-        backend, ids = backend_of(number), number.int()
-        counts, sizes = backend.tally(ids, gradient, len(sets))
-        self._leaf(value, size, len(number)).found = Counts(counts, sizes, sets, 0, pair)
+        state = materialise(found.state).with_provenance()
+        ids, (rows, extra) = state.ids, state.provenance
+        assert ids is not None
+        entries = len(rows) + 1
+        shift = torch.arange(groups, dtype=ids.dtype, device=ids.device) * entries
+        ids, gradient = ids.reshape(groups, -1) + shift.unsqueeze(1), gradient.reshape(groups, -1)
+        value = found.leaf.value
+        leaf = LeafCounts(self.facts.names[value], value, 0, gradient.numel())
+        self._count_ids(ids, gradient, PendingLeaf(leaf, rows, extra, 0, 0, 0, groups * entries))
+        return leaf
+
+    def add_some(
+        self,
+        drawn: Mapping[int, int],
+        pair: int,
+        paths: PathProvenance,
+        gradient: Tensor,
+        sizes: Mapping[int, int],
+    ) -> None:
+        """Count the paths of a sample of elements: so many (``drawn``) of each leaf, one leaf after
+        another; ``gradient`` is that of each element, ``sizes`` are the elements of each leaf.
+        """
+        many, first = max(1, len(paths.sets)), 0
+        step = max(1, SAMPLED_MAX_COUNTS // many)
+        for n in range(0, len(drawn), step):
+            part = dict(islice(drawn.items(), n, n + step))
+            mine = slice(first, first + sum(part.values()))
+            first = mine.stop
+            which = torch.arange(len(part), device="cpu")
+            which = which.repeat_interleave(torch.tensor([*part.values()], device="cpu"))
+            found = self._sampled(
+                paths.number[mine] + many * which, gradient[mine], len(part) * many
+            )
+            for k, (value, count) in enumerate(part.items()):
+                each = [Counts(*both, paths.sets, 0, pair, 0, k * many, many) for both in found]
+                self._leaf(value, sizes[value], count).found = each[0]
+                self.squares += each[1:]
+
+    def _sampled(self, ids: Tensor, gradient: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+        """The counts and sums of sampled elements and, for their errors, of their squares."""
+        weights = [gradient]
         if self.drawn is not None:
-            squares = (gradient / self.drawn.unit).square()
-            counts, sizes = backend.tally(ids, squares, len(sets))
-            self.squares.append(Counts(counts, sizes, sets, 0, pair))
+            weights.append((gradient / self.drawn.unit).square())
+        return [backend_of(ids).tally(ids.int(), weight, count) for weight in weights]
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
-        name = self.facts.names[value]
-        own = 0 if name in self.sized else size
-        self.sized.add(name)
-        found = LeafCounts(name, value, own, total)
+        found = LeafCounts(self.facts.names[value], value, size, total)
         self.leaves.append(found)
         self.facts.reachable(self.program)  # now, so that it overlaps with work on a GPU
         return found
@@ -244,48 +282,55 @@ class Tally:
         self._flush_uniform()
         place, reach = self.facts.reachable(self.program)
         order = [place[leaf.value] for leaf in self.leaves]
-        groups = grouped([leaf.found for leaf in self.leaves if leaf.found is not None])
-        components = self.facts.chosen.components
-        bits = [component.bits for component in components]
-        sizes = np.zeros(len(place))
-        np.add.at(sizes, order, [float(leaf.size) for leaf in self.leaves])  # exact below 2**53
+        bits = self.facts.chosen.bits
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
-        eligible, through, unreached, finite = groups.added(self.pairs, reach, order, totals, bits)
-        own = np.zeros(len(bits))
-        np.add.at(own, reach.owned[1], sizes[reach.owned[0]])
-        if not finite:
-            notes = (*notes, NONFINITE)
-        avoidable = self.facts.alternatives(self.program)
-        known: list[Iterable[SamplingVariance | None]] = [repeat(None), repeat(None)]
+        asked = self.pairs, reach, order, totals, bits
+        sums = grouped([leaf.found for leaf in self.leaves if leaf.found is not None]).added(*asked)
+        known: list[Iterable[KnownVariance]] = [repeat(None), repeat(None)]
         if self.drawn is not None:
-            both = grouped(self.squares).added(self.pairs, reach, order, totals, bits)
-            known = self._variances(self.drawn, (through, eligible), both, avoidable)
-        moments = (
-            map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist(), known[k])
-            for k in (0, 1)
-        )
-        names = (component.name for component in components)
-        counts = map(int, own.tolist()), map(int, unreached.tolist())
-        rows = tuple(map(Row, names, *counts, *moments, avoidable))
-        return Influence(rows, self.pairs, weight, rule, tuple(notes))
+            squares = grouped(self.squares).added(*asked)
+            known = self._variances(self.drawn, (sums.through, sums.eligible), squares)
+        names, sizes = [leaf.name for leaf in self.leaves], [leaf.size for leaf in self.leaves]
+        own = own_elements(names, order, sizes, reach, len(bits))
+        table = table_of(self.facts, self.program, sums, own, known)
+        return replace(table, weight=weight, rule=rule, notes=(*notes, *table.notes))
 
     def _variances(
         self,
         drawn: Drawn,
         sums: tuple[Floats, Floats],
         squares: GroupSums,
-        avoidable: Sequence[bool | None],
-    ) -> list[Iterable[SamplingVariance | None]]:
+    ) -> list[Iterable[KnownVariance]]:
         """The sampling variances of all components, by count and by |gradient|; none of those in
         series, whose share is 1 whatever is drawn.
         """
-        found: list[Iterable[SamplingVariance | None]] = []
+        found: list[Iterable[KnownVariance]] = []
+        avoidable = self.facts.alternatives(self.program)
         for k, unit in enumerate((1.0, drawn.unit)):
             both = squares.through[:, :, k], squares.eligible[:, :, k]
-            each = drawn_variances(drawn, sums[0][:, :, k] / unit, sums[1][:, :, k] / unit, both)
-            scaled = each if unit == 1 else [v.times(unit) for v in each]
-            found.append([NOTHING_DRAWN if a is False else v for v, a in zip(scaled, avoidable)])
+            through, eligible = (some[:, :, k] / unit for some in sums)
+            each = drawn_variances(drawn, through, eligible, both, unit)
+            found.append([NOTHING_DRAWN if a is False else v for v, a in zip(each, avoidable)])
         return found
+
+
+def table_of(
+    facts: ComponentFacts,
+    program: Program,
+    sums: GroupSums,
+    own: Iterable[int],
+    known: Iterable[Iterable[KnownVariance]] = (repeat(None), repeat(None)),
+) -> Influence:
+    """The table of these sums; ``known`` are the sampling variances by count and by |gradient|."""
+    eligible, through, unreached, finite = sums
+    moments = (
+        map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist(), each)
+        for k, each in enumerate(known)
+    )
+    names = (component.name for component in facts.chosen.components)
+    counts = own, map(int, unreached.tolist())
+    rows = tuple(map(Row, names, *counts, *moments, facts.alternatives(program)))
+    return Influence(rows, len(eligible), notes=() if finite else (NONFINITE,))
 
 
 def _first_counts(found: Sequence[Counts]) -> list[int]:

@@ -385,7 +385,8 @@ class ThroughSource:
                 if value in wanted:
                     x = sweep.through(value, number)
                     x = torch.zeros_like(sweep.gradient(value)) if x is None else x.clone()
-                    found[traced.names[value]] = x
+                    name = traced.names[value]
+                    found[name] = x.to(traced.leaves[name].tensor.device)
         return {name: found[name] for name in traced.leaves if name in found}
 
     def first_name(self, leaf: str) -> str:

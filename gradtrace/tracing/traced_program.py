@@ -9,13 +9,16 @@ from functools import cached_property
 from math import inf
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradtrace.autodiff.fingerprints import WeightFingerprints
 from gradtrace.autodiff.names import LazyGradients, unknown
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
 from gradtrace.ir.program import Leaf, Program
+from gradtrace.linops import Cut, Identity, Index, Reduce, Slot
+from gradtrace.linops.away import AwayView
+from gradtrace.linops.read_through import views_of
 from gradtrace.linops.sharded import sharded_model
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
 from gradtrace.tracing.path_search import PathFollower
@@ -51,6 +54,7 @@ class TracedProgram:
     modules: Mapping[str, str] = field(repr=False)  # class by name
     names: dict[int, str] = field(repr=False)  # by leaf value
     budget: int | None = None
+    model: nn.Module | None = field(default=None, repr=False)  # that was watched
     _states: TensorStates | None = field(default=None, repr=False)  # not checked anew in copies
     _followers: dict[int, PathFollower] = field(default_factory=dict, init=False, repr=False)
 
@@ -157,12 +161,22 @@ class TracedProgram:
     def _path_budget(self) -> int | None:
         """The budget in bytes for values while paths are followed; None: all fit."""
         free = memory.available(self.device)
-        needed = memory.streaming(self.program, self.uses_kept)
+        needed, whole = self._path_bytes()
         remedy = "trace fewer samples at a time"
         memory.see(needed, self.device, "following paths", remedy, free)
         free = free if self.budget is None else self.budget
-        needed = memory.whole(self.program, self.uses_kept)
-        return None if free is None or needed <= free else free // 2
+        return None if free is None or whole <= free else free // 2
+
+    def _path_bytes(self) -> tuple[int, int]:
+        """The bytes that following paths takes: a value at a time, and all values at once. Known by
+        structure, if that has been looked at.
+        """
+        known = self.kept.path_bytes if "kept" in self.__dict__ else {}
+        found = known.get(self.uses_kept)
+        if found is None:
+            parts = self.program, self.uses_kept
+            found = known[self.uses_kept] = memory.streaming(*parts), memory.whole(*parts)
+        return found
 
     @property
     def uses_kept(self) -> bool:
@@ -182,12 +196,20 @@ def indices(index: int | Sequence[int]) -> tuple[int, ...]:
         raise UnknownName(f"an element is named by whole numbers, not by {index!r}") from None
 
 
+WITHOUT_WEIGHTS = frozenset({Identity, Index, Reduce, Cut, Slot})
+"""Maps that hold numbers only."""
+
+
 def weights_of(program: Program) -> Iterator[Tensor]:
     """The tensors that the program's maps refer to, each once."""
     seen: set[int] = set()
     for map_ in program.maps:
-        for name in map_.tensors():
-            tensor = getattr(map_, name)
-            if id(tensor) not in seen:
+        if type(map_) in WITHOUT_WEIGHTS:  # half of all maps
+            continue
+        held = [getattr(map_, name) for name in map_.weights]
+        for view in views_of(map_):
+            held += view.tensors if isinstance(view, AwayView) else ()
+        for tensor in held:
+            if isinstance(tensor, Tensor) and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield tensor

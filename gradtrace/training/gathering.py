@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradtrace.distributed.rank_exchange import Message, RankExchange
-from gradtrace.runs import history
 from gradtrace.runs.history import History, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
@@ -128,7 +127,7 @@ class Gathering:
             )
             self.writer.record(record)
             if self.loggers and not found.in_file:
-                self.loggers.log(step, history.scalars(record))
+                self.loggers.log(record)
             found.in_file, found.unwritten = True, False
             self._steps = max(self._steps, step + 1)
             self._wrote_after_close = self.closed

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,14 @@ from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.sampling import seed_of
 from gradtrace.training import gathering, run_report, tuning
 from gradtrace.training.gathering import Gathering
-from gradtrace.training.loggers import Loggers
+from gradtrace.training.loggers import Curves, Loggers
 from gradtrace.training.overhead_budget import Budget
+from gradtrace.training.rerun import LossOf
 from gradtrace.training.run_report import ViewCache
 from gradtrace.training.sampled_watch import SampledWatch
-from gradtrace.training.schedule import Schedule
-from gradtrace.training.step_tracer import Scaler, StepTracer
+from gradtrace.training.schedule import Schedule, StepTimes
+from gradtrace.training.step_tracer import Scaler, StepTracer, diagnosed, warn_of_silent
+from gradtrace.training.triggers import NO_BATCH, Trigger
 from gradtrace.types import RULES
 
 File: TypeAlias = "str | os.PathLike[str] | None"
@@ -67,29 +69,55 @@ class Monitor:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Every ``every`` steps the influence of the model's modules (or of ``components``, as in
-    ``trace.influence``) is measured, with the verdict on the gradient's flow and its norms. Only
-    the paths of ``sample`` random elements are counted, with standard errors (``"auto"``: all of a
-    model of up to 30 million elements, else 10,000; None: all). Other steps cost some microseconds.
-    All traces take at most ``budget`` of training time in total (None: no bound): the next one is
-    deferred until it is affordable, with one warning, and ``history.skipped`` counts the steps that
-    were due. The first step is always traced. ``monitor.cost`` is what tracing took so far.
+    At intervals the influence of the model's modules is measured, with the verdict on the
+    gradient's flow and its norms. Other steps cost some microseconds. The first step is always
+    traced; a later one is deferred until the ``budget`` allows it, with one warning, and
+    ``history.skipped`` counts the steps that were due. ``monitor.cost`` is what tracing took so
+    far.
 
-    Results go to the append-only ``file`` (an existing file is continued, from step ``start`` if
-    given), to ``loggers`` (see ``gradtrace.training.loggers``), and into ``monitor.history``. A
-    view of a traced step is stored beside the file, as ``run.gradtrace``.
+    Results go to the append-only ``file``, to ``loggers``, and into ``monitor.history``.
     ``monitor.report("run.html")`` writes them as a page, at any time.
 
-    A step is an optimiser step: ``accumulate`` is its number of backward passes, of which the first
-    is traced. Under ``torch.distributed`` each process traces its own part of the batch and sends
-    the result to rank 0, which writes the sum: no process waits for another, and they may have
-    different numbers of steps. Make a Monitor in every process, or pass ``distributed=False``. A
-    model that is sharded (``fully_shard``, tensor parallel) is traced together, at the same steps:
-    there is no ``budget`` then, all elements are followed, and no view is stored.
+    A step is an optimiser step; of its backward passes the first is traced. Under
+    ``torch.distributed`` each process traces its own part of the batch and sends the result to rank
+    0, which writes the sum: no process waits for another, and they may have different numbers of
+    steps. Make a Monitor in every process, or pass ``distributed=False``. A model that is sharded
+    (``fully_shard``, tensor parallel) is traced together, at the same steps: there is no ``budget``
+    then, all elements are followed, and no view is stored.
+
+    With ``trigger="nonfinite"``, ``"spike"`` or both, every step is looked at: if its loss or
+    gradient is NaN or infinite, or its loss far above the recent ones (``spike`` standard
+    deviations above their median), it is run again in a watch before the optimiser moves, and a
+    file of at most ``incident_bytes`` beside ``file`` gets the diagnosis and all that is needed to
+    run the step again (``monitor.incidents``, ``gradtrace.load_incident``). See docs/training.md.
 
     Training is not disturbed: weights are bitwise the same as without a Monitor, unless fused
     kernels have to be replaced by ``composed`` ones (on GPUs) or compiled modules run eagerly; both
     happen in traced steps only.
+
+    Args:
+        model: The model that is trained.
+        every: Steps from one trace to the next.
+        sample: How many random elements' paths are counted, with standard errors; ``"auto"``: all
+            of a model of up to 30 million elements, else 10,000; None: all.
+        components: Modules, groups or kinds of parts, as for ``Trace.influence``.
+        rule: ``"greedy"``, ``"edge"`` or ``"viterbi"``.
+        seed: Draws the sample.
+        accumulate: Number of backward passes of a step.
+        file: File to append results to; an existing one is continued. None keeps them in memory.
+        start: Number of the first step; by default, of a file that is continued, the next one.
+        loggers: Receive the scalars of each traced step, see ``gradtrace.training.loggers``.
+        curves: The most shares that loggers get, of branches where paths have a choice.
+        diagnose: Whether the first step is diagnosed; None: if there are loggers.
+        budget: The most of training time that all traces take; None is no bound.
+        view: Whether to store a traced step beside the file, as ``run.gradtrace``, for the page.
+        report: File to which ``close`` writes the page.
+        composed: Whether fused kernels are replaced in traced steps; None decides by device.
+        distributed: Whether results of all ranks are summed; None asks ``torch.distributed``.
+        trigger: ``"nonfinite"``, ``"spike"`` or both: which steps are run again and kept.
+        spike: How many standard deviations above the median of recent losses a spike is.
+        incident_bytes: The most bytes of a file that a trigger writes.
+        clock: Seconds as a float; for tests.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)
@@ -116,34 +144,48 @@ class Monitor:
         file: File = None,
         start: int | None = None,
         loggers: Iterable[Any] = (),
-        budget: float | None = 0.03,
+        curves: int = tuning.LOGGED_SHARES,
+        diagnose: bool | None = None,
+        budget: float | None = 0.01,
         view: bool = True,
         report: str | os.PathLike[str] | None = None,
         composed: bool | None = None,
         distributed: bool | None = None,
+        trigger: str | Iterable[str] = (),
+        spike: float = tuning.SPIKE_FACTOR,
+        incident_bytes: int = tuning.INCIDENT_BYTES,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        _check(model, budget, rule, every=every, accumulate=accumulate, sample=sample)
-        if together := ranks_trace_together(model):
+        counts = {"every": every, "accumulate": accumulate, "sample": sample, "curves": curves}
+        _check(model, budget, rule, **counts)
+        asked = Trigger.of(trigger, spike, incident_bytes, file)
+        if together := asked.unless_sharded(ranks_trace_together(model)):
             sample, budget, view = None, None, False
         if together == "each loss":  # the same result on all ranks: the first writes it
             distributed, file, loggers = False, *_of_first_rank(file, loggers)
         self.model, self.every, self.accumulate = model, every, accumulate
         self._page, self._budget = report, Budget(budget, clock)
-        name, sinks = type(unwrapped(model)).__name__, Loggers(loggers)
-        group = process_group.chosen(False if distributed is False else None)
-        self._exchange = RankExchange(group, f"monitor/{name}")
-        own_seed = seed_of(seed, self._exchange.rank)  # samples of ranks are independent
-        self._tracer = StepTracer(model, sample, components, rule, own_seed)
-        settings = {**vars(self._tracer), "model": name, "components": spelt(components)}
-        self._gathering = _opened(self._exchange, sinks, file, settings, start)
+        self._loggers = Loggers(loggers, Curves(curves, components is not None))
+        self._exchange = _exchange(distributed, model)
+        seed = seed_of(seed, self._exchange.rank)  # samples of ranks are independent
+        self._tracer = StepTracer(model, sample, components, rule, seed)
+        settings = {**vars(self._tracer), "model": _name(model), "components": spelt(components)}
+        self._gathering = _opened(self._exchange, self._loggers, file, settings, start)
         self._schedule = Schedule(every, accumulate, self._budget, self._exchange)
-        self._schedule.base = self._gathering.base if self._gathering else start or 0
+        self._forks = bool(self._loggers) and not together
+        wanted = self._exchange.first and (self._forks if diagnose is None else diagnose)
+        self._sampled = SampledWatch(model, composed, clock, wanted and not together)
+        self._listen(asked, composed, view, start or 0)
+
+    def _listen(self, asked: Trigger, composed: bool | None, view: bool, start: int) -> None:
+        """Listen to the model, and begin."""
+        model = self.model
+        self._schedule.base = self._gathering.base if self._gathering else start
         self._views = ViewCache(self._gathering.writer.path if self._gathering else None, view)
-        self._sampled = SampledWatch(model, composed, clock)
         self._unlisten = weakref.finalize(self, listen(self._sampled, [model]))
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
-        self._times, self._times_from = list[float | None](), 0  # of steps not in the file yet
+        self._times = StepTimes(self._gathering.writer.times if self._gathering else None)
+        self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled)
         self._process, self._open = os.getpid(), True
         self._decide_next()
         _OPEN.add(self)
@@ -151,26 +193,47 @@ class Monitor:
     # The loop -----------------------------------------------------------------------------------
 
     def begin(self, step: int | None = None) -> None:
-        """Begin a step, or one of its backward passes; ``step`` is the number of the step.
+        """Begin a step, or one of its backward passes.
 
         Needed only where submodules are called and not the model itself, where the loss function is
         compiled too, or where steps have numbers of their own, as in a callback.
+
+        Args:
+            step: Number of the step; by default one more than the last.
         """
         if not self._usable():
             return
         if step is not None and self._schedule.jump(step):
             self._decide_next()
         self._open_explicitly = True
+        if self._triggers is not None:
+            self._triggers.begin()
         if self._sampled.wanted:
             self._sampled.open()
 
-    def step(self, loss: Tensor, *, scale: float | Scaler = 1.0) -> StepRecord | None:
+    def step(
+        self,
+        loss: Tensor,
+        *,
+        scale: float | Scaler = 1.0,
+        terms: Mapping[str, Tensor] | None = None,
+        rerun: LossOf | None = None,
+        batch: Any = NO_BATCH,
+    ) -> StepRecord | None:
         """Call with the loss of this backward pass, before ``backward``; the record, if traced.
 
-        ``scale`` is what the loss was multiplied by (``GradScaler.scale``, 1/k where gradients of k
-        passes are accumulated), as a number or as the scaler: losses and gradients are reported
-        without it. Influence does not depend on it. Each of several processes gets the record of
-        its own part of the batch.
+        Args:
+            loss: Loss of this backward pass.
+            scale: What the loss was multiplied by (``GradScaler.scale``, 1/k where gradients of k
+                passes are accumulated), as a number or as the scaler: reported values are unscaled.
+            terms: What the loss is the sum of, by name, to compare as ``watch.conflicts`` does.
+            rerun: Computes this loss again if a ``trigger`` fires: ``rerun(*batch)`` of a tuple,
+                else ``rerun(batch)``, or ``rerun()`` without a batch.
+            batch: What ``rerun`` is called with; the file holds it.
+
+        Returns:
+            The record of a traced step, else None; each of several processes gets that of its own
+            part of the batch.
         """
         now, schedule = self._budget.clock(), self._schedule
         if not self._usable():
@@ -178,10 +241,18 @@ class Monitor:
         begins = schedule.micro == 0 and schedule.at != schedule.last
         took = self._tick(now) if begins else None
         schedule.last = schedule.at
-        record = self._traced(loss, scale, now, took) if self._sampled.wanted else None
+        record = self._traced(loss, scale, terms, now, took) if self._sampled.wanted else None
+        if self._triggers is not None:
+            at = schedule.number, schedule.micro
+            self._budget.spend(self._triggers.look(loss, scale, at, rerun, batch))
         schedule.advance()
         self._decide_next()
         return record
+
+    @property
+    def due(self) -> bool:
+        """Whether the next loss is traced."""
+        return self._sampled.wanted
 
     def pause(self) -> None:
         """Leave this step out of the timing, because of an evaluation, for example.
@@ -201,20 +272,8 @@ class Monitor:
         took = self._budget.tick(now, clean=not self._sampled.idle)
         self._sampled.idle = False
         if self._schedule.last is not None:
-            last = self._schedule.base + self._schedule.last
-            if self._times_from + len(self._times) != last:
-                self._flush()
-                self._times_from = last
-            self._times.append(took)
-            if len(self._times) >= tuning.FLUSH_STEPS:
-                self._flush()
+            self._times.add(self._schedule.base + self._schedule.last, took)
         return took
-
-    def _flush(self) -> None:
-        if self._gathering is not None:
-            self._gathering.writer.times(self._times_from, self._times)
-        self._times_from += len(self._times)
-        self._times = []
 
     def _decide_next(self) -> None:
         """Decide whether the next backward pass is to be traced."""
@@ -228,7 +287,12 @@ class Monitor:
     # A traced step ------------------------------------------------------------------------------
 
     def _traced(
-        self, loss: Tensor, scale: float | Scaler, now: float, took: float | None
+        self,
+        loss: Tensor,
+        scale: float | Scaler,
+        terms: Mapping[str, Tensor] | None,
+        now: float,
+        took: float | None,
     ) -> StepRecord | None:
         schedule = self._schedule
         try:
@@ -236,25 +300,20 @@ class Monitor:
             if watched is None:  # the model itself is not called
                 self._open_explicitly, schedule.due = True, schedule.at + 1
                 return None
-            trace, result = self._tracer.result(loss, scale, watched)
+            if first := self._sampled.diagnose:
+                self._sampled.diagnose = False
+                say = partial(self._loggers.say, schedule.number, "diagnosis")
+                now += diagnosed(watched, loss, self._budget, say)
+            trace, result = self._tracer.result(loss, scale, watched, self._forks, terms)
             if result.error is not None:
-                self._raise_or_warn(result.error, result.note)
-            self._note_skipped()
+                _raise_or_warn(result.error, result.note, schedule, self._exchange)
+            if trace is not None and not schedule.traces and not first:
+                warn_of_silent(self.model, trace)
+            self._schedule.note_skipped(self._gathering)
             schedule.traced()
             return self._publish(result, trace, now, took)
         finally:
             self._sampled.seconds = 0.0
-
-    def _raise_or_warn(self, error: Exception, note: str) -> None:
-        """Raise the error of a failed first trace; of later traces, warn and let training go on."""
-        if self._schedule.traces:
-            number = self._schedule.number
-            caution(f"step {number:,} could not be traced ({note}); training goes on", stacklevel=4)
-            return
-        if isinstance(error, GradtraceError):
-            where = f"process {self._exchange.rank}: " if self._exchange.world > 1 else ""
-            raise type(error)(f"{where}{error}") from error
-        raise error
 
     def _publish(
         self, result: StepResult, trace: Trace | None, now: float, took: float | None
@@ -273,19 +332,12 @@ class Monitor:
             self._exchange.send({**self._schedule.message("step"), "result": result.to_dict()})
         else:
             record = self._gathering.add_own(number, result)
-            self._flush()
+            self._times.flush()
         budget.last += budget.clock() - begun
         if self._gathering is not None and trace is not None:
             self._views.keep(trace, number, budget)
         budget.spend(budget.clock() - begun)
         return record
-
-    def _note_skipped(self) -> None:
-        """Write how many steps were due since the last trace and not traced."""
-        schedule, share = self._schedule, self._budget.share
-        if self._gathering is not None and share is not None and schedule.skipped:
-            traced = schedule.base + schedule.traced_at
-            self._gathering.writer.skipped(traced, schedule.skipped, schedule.every, share)
 
     # Results ------------------------------------------------------------------------------------
 
@@ -295,18 +347,29 @@ class Monitor:
         return Cost(self._schedule.traces, self._budget.spent, self._budget.used)
 
     @property
+    def incidents(self) -> tuple[Path, ...]:
+        """The files that triggers have written, on this process; ``gradtrace.load_incident`` reads
+        them.
+        """
+        return tuple(self._triggers.files) if self._triggers is not None else ()
+
+    @property
     def history(self) -> History:
         """The results so far, on rank 0; with those that other processes have sent by now."""
         if self._gathering is None:
             raise GradtraceError("the first process (rank 0) has the history of this run")
         if self._open:
-            self._flush()
-            self._note_skipped()
+            self._times.flush()
+            self._schedule.note_skipped(self._gathering)
         return self._gathering.read()
 
     def report(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         """Write an HTML page with influence over training, loss, time per step and the last stored
         view. Can be called at any time, also during training.
+
+        Args:
+            path: File to write.
+            name: Title of the page.
         """
         run_report.write_report(self.history, self._views.last(), path, name)
 
@@ -324,24 +387,33 @@ class Monitor:
         self.close("" if kind is None else kind.__name__)
 
     def close(self, error: str = "") -> None:
-        """Write what is unwritten and the end line, and stop listening to the model."""
+        """Write what is unwritten and the end line, and stop listening to the model.
+
+        Args:
+            error: Why the run ended early; written into the file.
+        """
         if not self._open:
             return
         self._open = False
         _OPEN.discard(self)
         self._sampled.take()
         self._unlisten()
+        if self._triggers is not None:
+            self._triggers.close()
         if os.getpid() != self._process:
             return  # the file belongs to the process this one was forked from
         if self._gathering is None:
             self._exchange.send(self._schedule.message("end"))
             self._exchange.close(gathering.GRACE_SECONDS)
             return
-        self._flush()
-        self._note_skipped()
+        self._times.flush()
+        self._schedule.note_skipped(self._gathering)
         page = partial(run_report.report_at_end, self._gathering.read, self._views, self._page)
         self._gathering.close(self._schedule.number, error, self._budget.used, page)
         page()
+        read, file = self._gathering.read, self._gathering.writer.path
+        say = partial(self._loggers.say, self._schedule.number, "report")
+        run_report.tell_where(read, self._page, file, say)
 
 
 _OPEN: weakref.WeakSet[Monitor] = weakref.WeakSet()
@@ -357,6 +429,16 @@ def _close_all() -> None:
         except Exception as failed:  # must not replace the program's own exit
             print(f"gradtrace: a Monitor was not closed: {failed}", file=sys.stderr)
     gathering.end_all(gathering.GRACE_SECONDS)
+
+
+def _name(model: nn.Module) -> str:
+    return type(unwrapped(model)).__name__
+
+
+def _exchange(distributed: bool | None, model: nn.Module) -> RankExchange:
+    """The exchange of messages with the other processes."""
+    group = process_group.chosen(False if distributed is False else None)
+    return RankExchange(group, f"monitor/{_name(model)}")
 
 
 def _opened(
@@ -381,6 +463,18 @@ def _opened(
     return found
 
 
+def _raise_or_warn(error: Exception, note: str, at: Schedule, exchange: RankExchange) -> None:
+    """Raise the error of a failed first trace; of later traces, warn and let training go on."""
+    if at.traces:
+        text = f"step {at.number:,} could not be traced ({note}); training goes on"
+        caution(text, stacklevel=4)
+        return
+    if isinstance(error, GradtraceError):
+        where = f"process {exchange.rank}: " if exchange.world > 1 else ""
+        raise type(error)(f"{where}{error}") from error
+    raise error
+
+
 def ranks_trace_together(model: nn.Module) -> str:
     """What the ranks of a sharded model trace together, as they gather weights together: "a step"
     (``fully_shard``: each its own loss) or "each loss" (tensor parallel); else an empty string.
@@ -400,7 +494,7 @@ def _check(model: nn.Module, budget: float | None, rule: str, **counts: object) 
         raise GradtraceError(f"Monitor takes a torch.nn.Module, got {type(model).__name__}")
     if budget is not None and not 0 < budget <= 1:
         raise GradtraceError(
-            f"budget is the share of training time that traces may take, such as 0.03, not "
+            f"budget is the share of training time that traces may take, such as 0.01, not "
             f"{budget}; None for no bound"
         )
     if rule not in RULES:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gradtrace.errors import caution
+from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import container, schemas
 from gradtrace.io.validation import unfit
+from gradtrace.printable import printable
 from gradtrace.report import View, loaded, report, saved, write
+from gradtrace.report.trace_view import is_large
 from gradtrace.report.training import timing, training
 from gradtrace.runs import history
 from gradtrace.runs.history import History
@@ -65,7 +69,8 @@ class ViewCache:
             return
         begun = budget.clock()
         try:
-            found = StoredView(step, trace._view(VIEW_SAMPLE_PATHS))
+            small = is_large(trace.program)
+            found = StoredView(step, trace._view(VIEW_SAMPLE_PATHS, small=small))
             if self.path is None:
                 self._seen = found
             else:
@@ -112,3 +117,23 @@ def report_at_end(
         write_report(run(), views.last(), path)
     except Exception as error:
         caution(f"the report was not written: {error}", stacklevel=4)
+
+
+def tell_where(
+    run: Callable[[], History],
+    page: str | os.PathLike[str] | None,
+    file: Path | None,
+    say: Callable[[str], object],
+) -> None:
+    """Print how much was traced and where the results are, unless they are nowhere."""
+    report = None if page is None or not Path(page).expanduser().exists() else page
+    places = [f"{what}: {os.fspath(at)}" for what, at in (("report", report), ("file", file)) if at]
+    if not places:
+        return
+    with suppress(GradtraceError):  # a file that others have damaged, of which report_at_end warns
+        found = run()
+        skipped = f", {found.skipped:,} that were due are not (budget)" if found.skipped else ""
+        places.insert(0, f"{len(found):,} of {found.until or 0:,} steps are traced{skipped}")
+    text = printable("; ".join(places))
+    print(f"gradtrace: {text}", file=sys.stderr)
+    say(text)

@@ -13,6 +13,7 @@ from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.kernels import backend_of
 from gradtrace.pytorch.module_calls import Listener
 from gradtrace.pytorch.wrapped_modules import unwrapped
+from gradtrace.training.forward_keeper import rerun_is_running
 from gradtrace.training.tuning import MAX_NOTED_CALLS
 from gradtrace.watch import watch
 
@@ -22,11 +23,17 @@ class SampledWatch(Listener):
 
     While ``wanted``, a forward pass that builds a graph is watched from its start to its end.
     ``open`` watches from the call on, until ``take``. ``idle`` is set by passes without a graph,
-    such as those of an evaluation.
+    such as those of an evaluation. While ``diagnose``, operations are recorded with their lines.
     """
 
-    def __init__(self, model: nn.Module, composed: bool | None, clock: Callable[[], float]) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        composed: bool | None,
+        clock: Callable[[], float],
+        diagnose: bool = False,
+    ) -> None:
+        self.model, self.diagnose = model, diagnose
         self.wanted = self.idle = False
         self.seconds = 0.0  # spent opening and closing watches
         self._composed, self._clock = composed, clock
@@ -40,7 +47,7 @@ class SampledWatch(Listener):
         if not torch.is_grad_enabled():
             self.idle = True
             return False
-        if not self.wanted or self._explicit or backward_runs():
+        if not self.wanted or self._explicit or backward_runs() or rerun_is_running():
             return False
         if not self._depth:
             watched = self._reopen()
@@ -68,6 +75,19 @@ class SampledWatch(Listener):
         found, self._watch = self._watch, None
         return found
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, between two forward passes, nothing is watched."""
+        wanted, explicit = self.wanted, self._explicit
+        self._close()
+        self.wanted = False
+        try:
+            yield
+        finally:
+            self.wanted = wanted
+            if explicit:
+                self.open()
+
     def _reopen(self) -> watch:
         with self._timed():
             self._close()
@@ -75,7 +95,7 @@ class SampledWatch(Listener):
                 composed = self._composed
                 if composed is None:  # fused kernels can be followed on a CPU only
                     composed = not all(backend_of(each).host for each in self.model.parameters())
-                self._watch = watch(self.model, composed=composed)
+                self._watch = watch(self.model, composed=composed, diagnose=self.diagnose)
             return self._entered.enter_context(self._watch)
 
     def _close(self) -> None:

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import ceil, isnan
 from typing import Any
 
 from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.distributed.tuning import MESSAGE_SECONDS
 from gradtrace.errors import caution
+from gradtrace.training import tuning
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.overhead_budget import Budget
 from gradtrace.training.tuning import MAX_RUN_STEPS
+
+
+class StepTimes:
+    """How long steps took, until they are written; ``write(first, seconds)`` writes them."""
+
+    def __init__(self, write: Callable[[int, Sequence[float | None]], object] | None) -> None:
+        self._write = write
+        self._seconds: list[float | None] = []
+        self._first = 0
+
+    def add(self, step: int, seconds: float | None) -> None:
+        """Add a step; None if it does not count."""
+        if self._first + len(self._seconds) != step:
+            self.flush()
+            self._first = step
+        self._seconds.append(seconds)
+        if len(self._seconds) >= tuning.FLUSH_STEPS:
+            self.flush()
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def flush(self) -> None:
+        """Write all that are not written."""
+        if self._write is not None:
+            self._write(self._first, self._seconds)
+        self._first += len(self._seconds)
+        self._seconds = []
 
 
 class Schedule:
@@ -96,6 +126,12 @@ class Schedule:
         if self._budget.share is None or not self.traces:
             return 0
         return max(0, (self.at - 1 - self.traced_at) // self.every)
+
+    def note_skipped(self, gathering: Gathering | None) -> None:
+        """Write how many steps were due since the last trace and not traced, on rank 0."""
+        if gathering is not None and self._budget.share is not None and self.skipped:
+            traced = self.base + self.traced_at
+            gathering.writer.skipped(traced, self.skipped, self.every, self._budget.share)
 
     # Messages ------------------------------------------------------------------------------------
 

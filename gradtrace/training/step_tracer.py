@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
-from gradtrace.errors import GradtraceError, NonFinite
+from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
 from gradtrace.runs.step_results import StepResult, unscaled
 from gradtrace.trace import Trace
+from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.components import Components
+from gradtrace.tracing.conflicts import MOST_COLUMNS
 from gradtrace.training import tuning
+from gradtrace.training.overhead_budget import Budget
 from gradtrace.watch import watch
 
 HOOKED = (
@@ -47,16 +51,27 @@ class StepTracer:
     told: ClassVar[bool] = False  # whether it has been said that elements are sampled
 
     def result(
-        self, loss: Tensor, scale: float | Scaler, watched: watch
+        self,
+        loss: Tensor,
+        scale: float | Scaler,
+        watched: watch,
+        choices: bool = False,
+        terms: Mapping[str, Tensor] | None = None,
     ) -> tuple[Trace | None, StepResult]:
-        """The trace of a loss and its result; errors are stored in the result."""
+        """The trace of a loss and its result; errors are stored in the result.
+
+        ``choices`` says whether forks are measured, ``terms`` are the loss terms to compare.
+        """
         value, by = math.nan, 1.0
         try:
-            value, by = _value(loss), _scale(scale)
+            value, by = loss_value(loss), _scale(scale)
             with undisturbed(self.model) as silence:
                 trace, found = self.measured(loss, watched)
+                divided = self._choices(trace) if choices else None
+                compared = None if terms is None else _compared(watched, terms, by)
             note = HOOKED if silence.hooked else ""
-            return trace, unscaled(replace(found, loss=value, scale=by, note=note))
+            found = replace(found, loss=value, scale=by, note=note, choices=divided, terms=compared)
+            return trace, unscaled(found)
         except NonFinite as error:
             return None, StepResult(value / by, by, note=str(error))
         except Exception as error:  # no error of tracing may end a long training run
@@ -78,6 +93,15 @@ class StepTracer:
         norms = {row.module: Norms(row.norm, row.own) for row in flow}
         return trace, StepResult(0.0, 1.0, table, flow.verdict, norms)
 
+    def _choices(self, trace: Trace) -> Choices | None:
+        """How paths divide; None where that is not known, or other components are asked for."""
+        if self.components is not None:
+            return None
+        try:
+            return trace.choices(sample=self._sample(trace), seed=self.seed)
+        except GradtraceError:  # there are too many forks
+            return None
+
     def _sample(self, trace: Trace) -> int | None:
         """How many elements are followed; None: all are counted, as they are few enough."""
         if self.sample != "auto":
@@ -96,6 +120,56 @@ class StepTracer:
         return tuning.SAMPLED_ELEMENTS
 
 
+def _compared(watched: watch, terms: Mapping[str, Tensor], scale: float) -> dict[str, float]:
+    """Norms and cosines of terms, compared at the scale of the loss and reported without it. Of
+    many terms the lowest cosine alone.
+    """
+    if isinstance(terms, Mapping) and scale != 1.0:
+        terms = {n: t * scale if isinstance(t, Tensor) else t for n, t in terms.items()}
+    table = watched.conflicts(terms, nonfinite="allow")
+    found = {f"norm {name}": table.norm(name) / abs(scale) for name in table.terms}
+    cosines = {(a, b): table.cosine(a, b) for a, b in combinations(table.terms, 2)}
+    if len(table.terms) > MOST_COLUMNS:
+        known = filter(math.isfinite, cosines.values())
+        return {**found, "lowest cosine": min(known, default=math.nan)}
+    return found | {f"cosine {a} {b}": cosine for (a, b), cosine in cosines.items()}
+
+
+def warn_of_silent(model: nn.Module, trace: Trace) -> None:
+    """Warn of parameters that require grad and get none, by name."""
+    reached = {*trace.gradients, *getattr(trace.gradients, "aliases", {})}
+    trained = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
+    silent = [name for name in trained if name not in reached]
+    if silent:
+        shown = ", ".join(silent[:4]) + (f" and {len(silent) - 4:,} more" if silent[4:] else "")
+        caution(
+            f"{len(silent):,} of {len(trained):,} parameters get no gradient in this step: {shown}."
+            " To see why: with gt.watch(model, diagnose=True) as watch: ...; "
+            "print(watch.diagnose(loss))",
+            stacklevel=5,
+        )
+
+
+def diagnosed(watched: watch, loss: Tensor, budget: Budget, say: Callable[[str], object]) -> float:
+    """Diagnose the first step: say what is found, and warn if it is not healthy.
+
+    Returns the seconds it took, which are counted as spent, and not as what a trace costs.
+    """
+    begun = budget.clock()
+    try:
+        with undisturbed(watched.model):
+            found = watched.diagnose(loss)
+        say(str(found))
+        if not found.healthy:
+            lines = str(found).splitlines()
+            caution("the first step is not healthy", *lines, stacklevel=5)
+    except Exception as error:  # no error of a diagnosis may end a long training run
+        caution(f"the first step was not diagnosed: {error}; training goes on", stacklevel=5)
+    seconds = budget.clock() - begun
+    budget.spend(seconds)
+    return seconds
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
     """Within this context, tracing has no side effects on training.
@@ -110,13 +184,14 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
         yield hooks
 
 
-def _value(loss: Any) -> float:
+def loss_value(loss: Any) -> float:
+    """The value of a loss; the mean of several."""
     if not isinstance(loss, Tensor):
         raise GradtraceError(
             f"monitor.step takes the loss before loss.backward(), a tensor, not a "
             f"{type(loss).__name__}; not loss.item()"
         )
-    return float(loss.detach().double().mean())
+    return float(loss.item() if loss.numel() == 1 else loss.detach().double().mean().item())
 
 
 def _scale(scale: float | Scaler) -> float:

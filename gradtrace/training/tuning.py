@@ -28,3 +28,37 @@ sample takes less time than that from 10 (transformers) to beyond 25 million ele
 
 SAMPLED_ELEMENTS = 10_000
 """How many elements it samples above that: a standard error of at most 0.5% of all elements."""
+
+LOGGED_SHARES = 24
+"""At most this many shares are logged as curves unless told otherwise: attention and feed-forward
+layers of a transformer with 12 blocks."""
+
+MAX_KEPT_CALLS = 16
+"""The arguments of this many calls of the model are kept of a step, for its rerun."""
+
+SPIKE_WINDOW = 100
+"""A loss is compared with those of this many passes before it."""
+
+SPIKE_WARM_UP = 20
+"""Fewer losses than this are compared with none."""
+
+SPIKE_FACTOR = 10.0
+"""How many standard deviations above the median a loss is a spike."""
+
+LEAST_DEVIATION = 0.025
+"""The standard deviation of losses is taken to be at least this share of their median."""
+
+LIMIT_STEPS = 32
+"""The limit of spikes is computed anew after this many steps."""
+
+CHECKED_ELEMENTS = 4_096
+"""Only of parameters of up to this many elements it is checked that the gradient is finite."""
+
+PARAMETERS_PER_CHECK = 16
+"""Of so many parameters of a model the gradient of one is checked, so that it costs little."""
+
+INCIDENT_FILES = 3
+"""How many files of each trigger a run writes."""
+
+INCIDENT_BYTES = 2 << 30
+"""The most bytes of such a file, unless given; weights beyond it are left out."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.diagnosis import Diagnosis
 from gradtrace.trace import Trace
 
 HOSTILE = (
@@ -73,6 +74,59 @@ def network(folder: Path) -> Made:
     file = folder / "network.html"
     trace.report(file, name="a network")
     return Made(file, trace)
+
+
+class Broken(Network):
+    """A network with a layer whose output is detached, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.memory = nn.Linear(4, 6)
+        self.spare = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) + self.memory(x).detach()
+        found: Tensor = self.last(self.gate(self.wide(self.blocks[0](h))).relu())
+        return found
+
+
+def broken(folder: Path) -> tuple[Path, Diagnosis]:
+    """The report of a network that does not learn, and what is wrong with it."""
+    torch.manual_seed(0)
+    model = Broken()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = model(torch.randn(3, 4)).square().mean()
+    file = folder / "broken.html"
+    watch.trace(loss).report(file, name="a network that does not learn")
+    return file, watch.diagnose(loss)
+
+
+class Sentence(nn.Module):
+    """Words, a layer of attention, and one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(12, 8)
+        self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        found: Tensor = self.out(self.body(words)[:, -1]).sum()
+        return found
+
+
+def attributed(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A report with an attribution graph, and the graph."""
+    torch.manual_seed(0)
+    model, text = Sentence(), ["the", "cat", "sat", "down"]
+    with gt.watch(model) as watch:
+        words = model.words(torch.arange(4)[None])
+        output = model(words)
+    found = watch.attribute(output, {"words": words}, tokens={"words": text})
+    graph = found.graph(nodes=1.0, edges=1.0)
+    file = folder / "attributed.html"
+    found.trace.report(file, name="a sentence", attribution=graph)
+    return file, graph.to_dict()
 
 
 def pair(folder: Path) -> tuple[Path, Trace, Trace]:

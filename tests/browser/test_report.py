@@ -44,6 +44,16 @@ def hostile(folder: Path) -> pages.Made:
 
 
 @pytest.fixture(scope="session")
+def attributed(folder: Path) -> tuple[Path, Any]:
+    return pages.attributed(folder)
+
+
+@pytest.fixture(scope="session")
+def broken(folder: Path) -> tuple[Path, Any]:
+    return pages.broken(folder)
+
+
+@pytest.fixture(scope="session")
 def run(folder: Path) -> Path:
     return pages.run(folder)
 
@@ -161,6 +171,130 @@ def test_a_place_can_be_sent_to_others(network: pages.Made, look: Opener) -> Non
     other.go(address.removeprefix("#"))
     other.page.get_by_test_id("step").first.wait_for()
     assert shown(other) == there
+
+
+# The diagnosis -----------------------------------------------------------------------------------
+
+
+def test_it_leads_with_what_is_wrong(broken: tuple[Path, Any], look: Opener) -> None:
+    file, diagnosis = broken
+    visit = look(file)
+    page = visit.go()
+    assert "2 errors" in page.get_by_test_id("lead").locator("h2").inner_text()
+    found = page.get_by_test_id("finding").all()
+    assert len(found) == len(diagnosis.findings) > 0
+    for row, wanted in zip(found, diagnosis.findings):
+        said = row.inner_text()
+        assert row.get_attribute("data-module") == wanted.module
+        for words in (wanted.title[1:], wanted.evidence, wanted.advice):
+            assert words in said
+        assert row.get_by_test_id("line").count() == bool(wanted.line)
+    assert "self.memory(x).detach()" in found[0].get_by_test_id("line").inner_text()
+    visit.shot("diagnosis")
+
+
+def test_a_finding_leads_to_its_module(broken: tuple[Path, Any], look: Opener) -> None:
+    file, _ = broken
+    visit = look(file)
+    page = visit.go()
+    assert page.locator(".tree .mark").count() == 2
+    page.locator("[data-testid=finding][data-module=memory] button").press("Enter")
+    card = page.get_by_test_id("module")
+    card.wait_for()
+    assert "It is not in the graph" in card.inner_text() and "detached" in card.inner_text()
+    assert page.locator("#tab-graph").get_attribute("aria-selected") == "true"
+    assert page.locator("#module-" + page.url.partition("module=")[2]).get_attribute(
+        "aria-selected"
+    )
+
+
+@pytest.mark.parametrize(("size", "dark"), [(DESK, False), (PHONE, True)])
+def test_a_diagnosis_is_accessible(
+    size: tuple[int, int], dark: bool, broken: tuple[Path, Any], look: Opener
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    visit = look(broken[0], size, dark)
+    for place in ("", "tab=graph&module=1"):
+        page = visit.go(place)
+        found = axe.Axe().run(page).response["violations"]
+        assert [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found] == []
+        assert visit.width() <= size[0]
+
+
+# The attribution graph ---------------------------------------------------------------------------
+
+
+def box(page: Any, name: str) -> Any:
+    return page.locator(f"[data-testid=box][data-name='{name}']")
+
+
+def test_a_graph_shows_its_scores(attributed: tuple[Path, Any], look: Opener) -> None:
+    file, graph = attributed
+    visit = look(file)
+    page = visit.go("tab=attribution&keep=100")
+    assert page.get_by_test_id("box").count() == len(graph["nodes"])
+    shown = [float(each.get_attribute("data-score")) for each in page.get_by_test_id("link").all()]
+    assert sorted(shown) == sorted(edge["score"] for edge in graph["edges"])
+    most = max(map(abs, shown))
+    for link in page.get_by_test_id("link").all():
+        score, width = (float(link.get_attribute(key)) for key in ("data-score", "stroke-width"))
+        assert width == pytest.approx(max(1, 9 * abs(score) / most))
+        assert ("minus" in link.get_attribute("class")) == (score < 0)
+        assert "score" in link.locator("title").text_content()
+    left, right = (box(page, name).bounding_box()["x"] for name in ("words[0,0]", "output"))
+    assert left < right
+    visit.shot("attribution")
+
+
+def test_a_box_shows_its_routes(attributed: tuple[Path, Any], look: Opener) -> None:
+    file, graph = attributed
+    visit = look(file)
+    page = visit.go("tab=attribution&keep=100")
+    box(page, "words[0,1]").click()
+    listed = page.get_by_test_id("chosen")
+    listed.wait_for()
+    mine = [edge for edge in graph["edges"] if edge["source"] == "words[0,1]"]
+    assert listed.locator("tbody tr").count() == min(8, len(mine))
+    assert page.locator("[data-testid=link].dim").count() > 0
+    assert "node=" in page.evaluate("location.hash")
+    page.get_by_text("Show all routes").click()
+    visit.until(lambda: page.locator("[data-testid=link].dim").count() == 0)
+
+
+def test_the_graph_works_with_keys_alone(attributed: tuple[Path, Any], look: Opener) -> None:
+    visit = look(attributed[0])
+    page = visit.go("tab=attribution&keep=100")
+    many = page.get_by_test_id("link").count()
+    slider = page.get_by_test_id("keep")
+    slider.focus()
+    for _ in range(40):
+        page.keyboard.press("ArrowLeft")
+    visit.until(lambda: 0 < page.get_by_test_id("link").count() < many)
+    assert slider.get_attribute("aria-valuetext") == "60% of the stored influence"
+    page.keyboard.press("Tab")
+    assert "attribution-canvas" in page.evaluate("document.activeElement.getAttribute('class')")
+    page.keyboard.press("Tab")
+    first = page.evaluate("document.activeElement.getAttribute('data-name')")
+    page.keyboard.press("ArrowRight")
+    second = page.evaluate("document.activeElement.getAttribute('data-name')")
+    assert first and second and first != second
+    page.keyboard.press("Enter")
+    assert box(page, second).get_attribute("aria-pressed") == "true"
+    page.keyboard.press("Escape")
+    assert box(page, second).get_attribute("aria-pressed") == "false"
+
+
+@pytest.mark.parametrize(("size", "dark"), [(DESK, False), (PHONE, True)])
+def test_the_attribution_tab_is_accessible(
+    size: tuple[int, int], dark: bool, attributed: tuple[Path, Any], look: Opener
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    visit = look(attributed[0], size, dark)
+    page = visit.go("tab=attribution&keep=100&node=1")
+    found = axe.Axe().run(page).response["violations"]
+    assert [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found] == []
+    assert visit.width() <= size[0]
+    assert "What moves one number" in page.get_by_test_id("about").inner_text()
 
 
 # The graph and the tree --------------------------------------------------------------------------

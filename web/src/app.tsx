@@ -1,5 +1,6 @@
 /** The shell: header, module tree, tabs. It holds the state and hands it to everything. */
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { Attribution } from "./attribution";
 import { Compare } from "./compare";
 import { short } from "./format";
 import { along } from "./graph/boxes";
@@ -11,6 +12,7 @@ import { Overview } from "./overview";
 import { Paths } from "./paths";
 import { Search } from "./search";
 import { across, fromHash, nothing, tabs, write } from "./state";
+import { About } from "./terms";
 import { Theme } from "./theme";
 import { Training } from "./training";
 import { Tree } from "./tree";
@@ -21,6 +23,7 @@ const panels: Record<Tab, (view: View) => preact.JSX.Element | null> = {
   overview: Overview,
   graph: Graph,
   paths: Paths,
+  attribution: Attribution,
   compare: Compare,
   training: Training,
 };
@@ -29,6 +32,7 @@ const titles: Record<Tab, string> = {
   overview: "Overview",
   graph: "Graph",
   paths: "Paths",
+  attribution: "Attribution",
   compare: "Compare",
   training: "Training",
 };
@@ -77,7 +81,7 @@ export function App({ report }: { report: Report }) {
       if (help || typing || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "?") setHelp(true);
       else if (event.key === "Escape" && drawer) setDrawer(false);
-      else if (/^[1-5]$/.test(event.key) && list[Number(event.key) - 1]) go({ tab: list[Number(event.key) - 1]! });
+      else if (/^[1-6]$/.test(event.key) && list[Number(event.key) - 1]) go({ tab: list[Number(event.key) - 1]! });
       else return;
       event.preventDefault();
     };
@@ -118,7 +122,7 @@ export function App({ report }: { report: Report }) {
         <div class="actions">
           <ExportMenu {...view} />
           <Theme />
-          <button class="icon" aria-label="Keyboard help" title="Keyboard help (?)" onClick={() => setHelp(true)}>
+          <button class="icon" aria-label="Help" title="What the words mean, and the keyboard (?)" onClick={() => setHelp(true)}>
             ?
           </button>
         </div>
@@ -131,8 +135,9 @@ export function App({ report }: { report: Report }) {
       )}
       {drawer && <div class="shade" onClick={() => setDrawer(false)} />}
       <main class={`stage ${state.tab}`}>
+        {(some || state.tab === "attribution") && <About tab={state.tab} />}
         <div id="panel" role="tabpanel" aria-labelledby={`tab-${state.tab}`} tabIndex={-1}>
-          {some || state.tab === "training" ? <Panel {...view} /> : <Nothing />}
+          {some || state.tab === "training" || state.tab === "attribution" ? <Panel {...view} /> : <Nothing />}
         </div>
       </main>
       {help && <Keys close={() => setHelp(false)} />}

@@ -1,6 +1,7 @@
 /** Where gradient had a choice: forks, and how paths divide at each. */
 import { Bar } from "./charts/bar";
 import { brief, count, counted, percent, short } from "./format";
+import { Term } from "./terms";
 import type { Branch, Fork, Trace } from "./types";
 import type { State } from "./view";
 
@@ -51,7 +52,7 @@ export function Choices({ trace, by, show }: {
       ) : (
         <>
           <p class="faint">
-            At each fork, of the elements that could take more than one branch and come to it, the share whose path
+            At each <Term of="fork" />, of the elements that could take more than one branch and come to it, the share whose path
             takes each{by === "weighted" ? ", counted by |gradient|" : ""}. Shares of a fork add up to 100%.
           </p>
           <ul class="forks">
@@ -73,7 +74,7 @@ export function Choices({ trace, by, show }: {
       )}
       {series.length > 0 && (
         <p class="series" data-testid="series">
-          In series, so every path passes {series.length === 1 ? "it" : "them"}:{" "}
+          <Term of="in series">In series</Term>, so every path passes {series.length === 1 ? "it" : "them"}:{" "}
           {series.slice(0, 12).map((module, n) => (
             <>
               {n > 0 && ", "}
@@ -125,40 +126,5 @@ function One({ fork, by, show }: { fork: Fork; by: State["by"]; show: (module: n
         </details>
       )}
     </li>
-  );
-}
-
-export const rules: Record<Trace["rule"], string> = {
-  greedy: "at each value the operator that hands back most gradient, then its largest element",
-  edge: "at each value the largest single contribution, over all operators that use it",
-  viterbi: "the path with the largest product of derivatives",
-};
-
-/** The words of the page, one line each. */
-const TERMS: [string, string][] = [
-  ["path", "a way from one element of a parameter to the loss; one is followed for each element, by the rule"],
-  ["greedy", rules.greedy + "; not the heaviest path"],
-  ["edge", rules.edge + "; not the heaviest path"],
-  ["viterbi", rules.viterbi + ": the heaviest path"],
-  ["eligible", "elements outside a module that have a path and some way through the module"],
-  ["share", "of the eligible elements, those whose path passes the module"],
-  ["fork", "an operator that joins branches (a sum, a concatenation, a product), or labelled slices"],
-  ["in series", "every path that could pass the module does, so its share is 100% by definition"],
-  ["coverage", "what part of its element's gradient the path carries: its weight over the gradient, with its sign"],
-];
-
-export function Terms() {
-  return (
-    <details class="card full terms" data-testid="terms">
-      <summary>What the words mean</summary>
-      <dl>
-        {TERMS.map(([term, meaning]) => (
-          <div>
-            <dt>{term}</dt>
-            <dd>{meaning}</dd>
-          </div>
-        ))}
-      </dl>
-    </details>
   );
 }

@@ -1,5 +1,5 @@
 /** From the string in the page to a Report: decoded, and checked before anything trusts it. */
-import type { Column, Kind, Report, Trace } from "./types";
+import type { Attribution, Column, Kind, Report, Trace } from "./types";
 
 /** Why there is no report to show. Each has a page of its own (failure.tsx). */
 export type Reason = "empty" | "damaged" | "newer" | "browser";
@@ -120,6 +120,7 @@ export function verify(report: Report): void {
   try {
     report.traces.forEach(trace);
     training(report);
+    if (report.attribution) attribution(report.attribution);
   } catch (error) {
     // A missing part shows as a TypeError where it is first used.
     if (error instanceof Unreadable) throw error;
@@ -196,6 +197,15 @@ function trace(trace: Trace): void {
         branch[key] = number(branch[key], "a branch's share");
     }
   }
+  if (trace.diagnosis) {
+    const { findings, remarks } = trace.diagnosis;
+    demand(Array.isArray(findings) && Array.isArray(remarks), "a diagnosis has no findings");
+    within(findings.map((finding) => finding.module), -1, modules.length, "a finding's module");
+    for (const each of findings) {
+      demand(["error", "warning", "note"].includes(each.severity), "a finding has no severity");
+      demand(typeof each.title === "string" && typeof each.place === "string", "a finding has no title");
+    }
+  }
   for (const key of ["median", "lower", "upper", "opposite", "cancelled"] as const)
     if (trace.coverage) trace.coverage[key] = number(trace.coverage[key], "a part of the gradient");
   const flow = trace.flow;
@@ -205,6 +215,24 @@ function trace(trace: Trace): void {
     row.norm = number(row.norm, "a norm");
     if (row.gain !== null) row.gain = number(row.gain, "a gain");
     if (row.own !== null) row.own = number(row.own, "a norm");
+  }
+}
+
+function attribution(graph: Attribution): void {
+  const { nodes, edges } = graph;
+  demand(nodes.length > 0, "an attribution graph has no nodes");
+  for (const key of ["value", "total", "defect"] as const) graph[key] = number(graph[key], "a score");
+  for (const node of nodes) {
+    demand(typeof node.label === "string" && typeof node.name === "string", "a node has no name");
+    demand(Number.isInteger(node.rank) && node.rank >= 0, "a node has no rank");
+  }
+  for (const edge of edges) {
+    within([edge.source, edge.target], 0, nodes.length, "an edge of the attribution graph");
+    demand(nodes[edge.source]!.rank < nodes[edge.target]!.rank, "an edge leads back");
+  }
+  for (const part of [...nodes, ...edges]) {
+    part.score = number(part.score, "a score");
+    part.influence = number(part.influence, "an influence");
   }
 }
 

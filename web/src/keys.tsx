@@ -1,12 +1,13 @@
-/** Help on the keyboard, on `?`. */
+/** Help on the words and the keyboard, on `?`. */
 import { useEffect, useRef } from "preact/hooks";
+import { TermList } from "./terms";
 
 const keys: [string, [string, string][]][] = [
   [
-    "Everywhere",
+    "Keyboard, everywhere",
     [
       ["/", "search"],
-      ["1 – 5", "go to a tab"],
+      ["1 – 6", "go to a tab"],
       ["?", "this help"],
       ["Esc", "close what is open"],
     ],
@@ -31,6 +32,14 @@ const keys: [string, [string, string][]][] = [
       ["Ctrl + wheel", "zoom; the wheel alone moves"],
     ],
   ],
+  [
+    "Attribution",
+    [
+      ["↑ ↓ ← →", "move between boxes"],
+      ["Enter", "show the routes through a box, or all again"],
+      ["Escape", "show all again"],
+    ],
+  ],
 ];
 
 export function Keys({ close }: { close: () => void }) {
@@ -49,11 +58,15 @@ export function Keys({ close }: { close: () => void }) {
     >
       <div>
         <header>
-          <h2 id="keys-title">Keyboard</h2>
+          <h2 id="keys-title">Help</h2>
           <button class="icon" aria-label="Close help" onClick={() => dialog.current?.close()}>
             ×
           </button>
         </header>
+        <section>
+          <h3>What the words mean</h3>
+          <TermList />
+        </section>
         {keys.map(([title, list]) => (
           <section key={title}>
             <h3>{title}</h3>

@@ -1,9 +1,13 @@
 /** What the report says, in plain words. */
 import { Bar } from "./charts/bar";
-import { Choices, Terms, rules } from "./choices";
+import { Choices } from "./choices";
+import { Findings, verdict } from "./diagnosis";
 import { FlowChart, Verdicts } from "./flow";
+import { reveal } from "./graph/boxes";
+import { Detail } from "./graph/detail";
 import { brief, count, counted, moduleName, percent, shape, short } from "./format";
 import { Routes } from "./paths/routes";
+import { Term, Terms, rules } from "./terms";
 import type { Influence, Leaf, Trace } from "./types";
 import type { View } from "./view";
 
@@ -78,30 +82,25 @@ export function Overview(view: View) {
       </div>
     );
   }
-  const show = (module: number): void => go({ tab: "graph", module });
+  const show = (module: number): void =>
+    go({ tab: "graph", module, operator: null, route: null, element: null, open: reveal(trace, state.open, module) });
   const said = new Set(trace.coverage?.words);
   const notes = [...trace.notes, ...(trace.tables[""]?.notes ?? [])].filter((note) => !said.has(note));
   return (
     <div class="sheet overview" data-testid="overview">
       <div class="grid">
-        <section class="card lead">
-          <h2>{says(trace)}</h2>
-          {trace.coverage?.words.map((line) => (
-            <p class="coverage" data-testid="coverage">
-              <bdi>{short(line, 1000)}</bdi>
-            </p>
-          ))}
+        <Detail {...view} />
+        <section class="card lead" data-testid="lead">
+          <h2>{trace.diagnosis ? verdict(trace.diagnosis) : says(trace)}</h2>
+          {trace.diagnosis && (
+            <>
+              <p class="soft">{says(trace)}</p>
+              <Findings found={trace.diagnosis} at={{ trace, show }} />
+            </>
+          )}
         </section>
-        <section class="card full" aria-labelledby="choices-title" data-testid="choices">
-          <div class="card-head">
-            <h2 id="choices-title">Where gradient had a choice</h2>
-            <By by={state.by} go={go} />
-          </div>
-          <Choices trace={trace} by={state.by} show={show} />
-        </section>
-        <Terms />
         <section class="card full" aria-labelledby="findings-title">
-          <h2 id="findings-title">Findings</h2>
+          <h2 id="findings-title">{trace.diagnosis ? "The gradient's flow" : "Findings"}</h2>
           {trace.flow.findings.length ? (
             <ul class="findings" data-testid="findings">
               {trace.flow.findings.map((finding) => (
@@ -129,6 +128,26 @@ export function Overview(view: View) {
             </>
           )}
         </section>
+        <section class="card full" aria-labelledby="choices-title" data-testid="choices">
+          <div class="card-head">
+            <h2 id="choices-title">Where gradient had a choice</h2>
+            <By by={state.by} go={go} />
+          </div>
+          <Choices trace={trace} by={state.by} show={show} />
+        </section>
+        {trace.coverage && (
+          <section class="card full" aria-labelledby="coverage-title">
+            <h2 id="coverage-title">
+              How much a single path tells (<Term of="coverage" />)
+            </h2>
+            {trace.coverage.words.map((line) => (
+              <p class="coverage" data-testid="coverage">
+                <bdi>{short(line, 1000)}</bdi>
+              </p>
+            ))}
+          </section>
+        )}
+        <Terms />
         <div class="stack">
           <section class="card" aria-labelledby="influence-title">
             <h2 id="influence-title">Most influential modules</h2>
@@ -138,7 +157,7 @@ export function Overview(view: View) {
         </div>
         <section class="card" aria-labelledby="routes-title">
           <div class="card-head">
-            <h2 id="routes-title">Top routes</h2>
+            <h2 id="routes-title">Top <Term of="route">routes</Term></h2>
             {trace.routes.length > ROUTES && (
               <button type="button" class="plain-link" onClick={() => go({ tab: "paths" })}>
                 All
@@ -186,7 +205,9 @@ export function says(trace: Trace): string {
   const zero = trace.leaves.reduce((sum, leaf) => sum + leaf.zero, 0);
   const reached =
     zero === 0 ? "every one of" : zero === elements ? "none of" : `${percent(1 - zero / elements)} of`;
-  return `Gradient reaches ${reached} ${counted(elements, "element")} in ${counted(trace.leaves.length, "parameter")}.`;
+  const trained = parameters.reduce((sum, leaf) => sum + leaf.elements, 0);
+  const cut = trace.modules[0]!.parameters > trained ? " that the loss depends on" : "";
+  return `Gradient reaches ${reached} ${counted(elements, "element")} in ${cut && "the "}${counted(trace.leaves.length, "parameter")}${cut}.`;
 }
 
 function Facts({ trace }: { trace: Trace }) {
@@ -270,8 +291,8 @@ function Modules({ trace, by, show }: {
     <>
       <p class="faint">
         {by === "share"
-          ? "Share of the elements upstream of a module whose path runs through it."
-          : "The same, each element counted by its |gradient|."}
+          ? <><Term of="share">Share</Term> of the <Term of="eligible" /> elements whose path runs through a module.</>
+          : <>The same <Term of="by |gradient|" />.</>}
       </p>
       <ul class="bars">
         {shown.map((one) => (
@@ -315,7 +336,7 @@ function Unreached({ view }: { view: View }) {
   const list = [...whole, ...part];
   return (
     <section class="card" aria-labelledby="unreached-title" data-testid="unreached">
-      <h2 id="unreached-title">Unreached parameters</h2>
+      <h2 id="unreached-title"><Term of="unreached">Unreached</Term> parameters</h2>
       {list.length === 0 ? (
         <p class="fine">None: every element of every parameter has a gradient other than 0.</p>
       ) : (

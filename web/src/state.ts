@@ -8,6 +8,7 @@ import type { State, Tab } from "./view";
 export function tabs(report: Report): Tab[] {
   const list: Tab[] = [];
   if (report.traces.length) list.push("overview", "graph", "paths");
+  if (report.attribution) list.push("attribution");
   if (report.traces.length > 1) list.push("compare");
   if (report.training || report.timing) list.push("training");
   return list.length ? list : ["overview"];
@@ -27,6 +28,8 @@ export function fresh(report: Report, trace = 0): State {
     by: "share",
     views: false,
     query: "",
+    node: null,
+    keep: null,
   };
 }
 
@@ -54,7 +57,7 @@ export function toHash(state: State, report: Report): string {
   if (state.trace) out.set("trace", String(state.trace));
   const open = join(state.open);
   if (open !== join(preset(state, report))) out.set("open", open);
-  for (const key of ["module", "operator", "leaf", "element", "route"] as const) {
+  for (const key of ["module", "operator", "leaf", "element", "route", "node", "keep"] as const) {
     const value = state[key];
     if (value !== null) out.set(key, String(value));
   }
@@ -76,6 +79,8 @@ export function fromHash(hash: string, report: Report): State {
   if (given.get("by") === "weighted") state.by = "weighted";
   state.views = given.get("views") === "1";
   state.query = (given.get("q") ?? "").slice(0, 1000);
+  state.node = index(given.get("node"), report.attribution?.nodes.length ?? 0);
+  state.keep = index(given.get("keep"), 101);
   if (!shown) return state;
   state.module = index(given.get("module"), shown.modules.length);
   state.operator = index(given.get("operator"), shown.operators.name.length);
@@ -122,7 +127,7 @@ function split(text: string, count: number): number[] {
 export function across(state: State, report: Report, trace: number): State {
   const from = report.traces[state.trace];
   const to = report.traces[trace];
-  const next = { ...fresh(report, trace), tab: state.tab, by: state.by, views: state.views, query: state.query };
+  const next = { ...fresh(report, trace), tab: state.tab, by: state.by, views: state.views, query: state.query, node: state.node, keep: state.keep };
   if (!from || !to) return next;
   next.module = twin(from.modules, to.modules, state.module);
   next.leaf = twin(from.leaves, to.leaves, state.leaf);
@@ -138,7 +143,7 @@ function twin(from: { name: string }[], to: { name: string }[], at: number | nul
 }
 
 /** Steps that a reader would go back over; the rest only rewrites the address. */
-const steps: (keyof State)[] = ["tab", "trace", "module", "operator", "leaf", "element", "route"];
+const steps: (keyof State)[] = ["tab", "trace", "module", "operator", "leaf", "element", "route", "node"];
 
 /** Writes the address where that is allowed; in a sandboxed frame the state is in memory only. */
 export function write(before: State, after: State, report: Report): void {

@@ -1,9 +1,11 @@
 /** The module tree with influence, after the tree pattern of WAI-ARIA. Only rows in sight are made. */
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { seriesOf } from "./choices";
+import { marks } from "./diagnosis";
 import { percent, short } from "./format";
 import { reveal } from "./graph/boxes";
 import { influence } from "./influence";
+import { Term } from "./terms";
 import type { Module, Trace } from "./types";
 import type { View } from "./view";
 
@@ -72,6 +74,7 @@ export function Tree(view: View & { done?: () => void }) {
   const [span, setSpan] = useState({ top: 0, height: 900 });
   const shares = influence(trace, state.by);
   const series = useMemo(() => seriesOf(trace), [trace]);
+  const found = useMemo(() => marks(trace), [trace]);
 
   useEffect(() => setOpen(unfolded(children)), [children]);
   useLayoutEffect(() => {
@@ -164,6 +167,11 @@ export function Tree(view: View & { done?: () => void }) {
           ))}
         </div>
       </div>
+      <p class="tree-label">
+        <Term of={state.by === "share" ? "share" : "by |gradient|"}>
+          {state.by === "share" ? "share of elements whose path passes it" : "the same by |gradient|"}
+        </Term>
+      </p>
       <div
         ref={box}
         class="tree-rows"
@@ -204,6 +212,11 @@ export function Tree(view: View & { done?: () => void }) {
                 />
                 <span class="tree-name">
                   <bdi>{short(name, 60)}</bdi> <span class="soft">{short(trace.modules[module]!.kind, 40)}</span>
+                  {found.has(module) && (
+                    <span class="mark" role="img" aria-label={`${found.get(module)} found here`}>
+                      !
+                    </span>
+                  )}
                 </span>
                 {series.has(module) ? (
                   <span class="figure soft" title="every path that could pass it does: 100% by definition">

@@ -19,6 +19,37 @@ export interface Report {
   traces: Trace[];
   training: Training | null;
   timing: Timing | null;
+  /** What moves a scalar, and by which routes; none unless it was handed over. */
+  attribution?: Attribution | null;
+}
+
+/** A pruned graph; nodes by rank, edges by influence, the largest first. */
+export interface Attribution {
+  value: number; // the scalar
+  total: number; // the sum of all scores
+  rule: string;
+  points: number; // 0: the gradient at the inputs; else of so many points between baseline and inputs
+  defect: number; // how far what enters a node is from what leaves it, as a part of the largest edge
+  whole: [number, number]; // nodes and edges before pruning
+  kept: [number, number]; // shares of influence that are left
+  nodes: AttributionNode[];
+  edges: AttributionEdge[];
+}
+
+export interface AttributionNode {
+  name: string;
+  kind: string; // "input", "head", "module", "output"
+  label: string;
+  rank: number; // the longest way from the inputs
+  score: number; // what passes it, with its sign
+  influence: number; // share of the output that comes through it, 0 to 1
+}
+
+export interface AttributionEdge {
+  source: number; // into nodes
+  target: number;
+  score: number;
+  influence: number;
 }
 
 export interface Trace {
@@ -46,6 +77,25 @@ export interface Trace {
   coverage?: Coverage | null;
   /** Where paths divide, the most informative first; none in old files. */
   choices?: Fork[] | null;
+  /** What is wrong; none unless it was asked for (gt.watch(model, diagnose=True)). */
+  diagnosis?: Diagnosis | null;
+}
+
+export interface Diagnosis {
+  findings: Finding[]; // worst first
+  remarks: string[]; // on the diagnosis itself
+}
+
+export interface Finding {
+  kind: string; // "silent", "zero gradient", "not finite", ...
+  severity: "error" | "warning" | "note";
+  title: string;
+  module: number; // into modules, -1 for none of them
+  place: string; // the module in words
+  parameters: string[];
+  line: string; // of the user's code: "model.py:12: return x.detach()"
+  evidence: string;
+  advice: string; // what to do
 }
 
 export interface Coverage {

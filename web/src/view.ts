@@ -1,7 +1,7 @@
 /** What every part of the page is given: the data, where the reader is, and the way to move. */
 import type { Report, Trace } from "./types";
 
-export type Tab = "overview" | "graph" | "paths" | "compare" | "training";
+export type Tab = "overview" | "graph" | "paths" | "attribution" | "compare" | "training";
 
 /** Where the reader is. All of it is in the URL's hash, so that a place can be sent to others. */
 export interface State {
@@ -16,6 +16,8 @@ export interface State {
   by: "share" | "weighted"; // how influence is shown
   views: boolean; // whether the graph shows operators that only move elements
   query: string; // what is searched for
+  node: number | null; // selected in the attribution graph
+  keep: number | null; // how much of its influence is shown, in percent; null: what fits a screen
 }
 
 export interface View {

@@ -1,7 +1,7 @@
 import { expect, test, vi } from "vitest";
 import { decode, unpack, verify } from "../src/data";
-import type { Report } from "../src/types";
-import { bare, encode, hostile, HOSTILE, large, pack, pair, report, small, timing, training } from "./sample";
+import type { Diagnosis, Finding, Report } from "../src/types";
+import { bare, encode, hostile, HOSTILE, large, pack, pair, report, finding, small, timing, training } from "./sample";
 
 const buffer = (of: Report): ArrayBuffer => pack(of).buffer as ArrayBuffer;
 
@@ -66,6 +66,8 @@ test("without a decompressor the browser is to blame", async () => {
   vi.unstubAllGlobals();
 });
 
+const wrong = (part: Partial<Finding>): Diagnosis => ({ findings: [{ ...finding(), ...part }], remarks: [] });
+
 test.each<[string, (of: Report) => void]>([
   ["a column is short", (of) => (of.traces[0]!.operators.module = new Int32Array(3))],
   ["a module out of range", (of) => (of.traces[0]!.operators.module[1] = 99)],
@@ -75,6 +77,8 @@ test.each<[string, (of: Report) => void]>([
   ["a heat map of another size", (of) => (of.traces[0]!.leaves[0]!.map!.rows = 77)],
   ["a part is missing", (of) => delete (of.traces[0] as Partial<Report["traces"][0]>).flow],
   ["a norm that is text", (of) => (of.traces[0]!.leaves[0]!.norm = "large" as unknown as number)],
+  ["a finding out of range", (of) => (of.traces[0]!.diagnosis = wrong({ module: 99 }))],
+  ["a finding of no severity", (of) => (of.traces[0]!.diagnosis = wrong({ severity: "dire" as "error" }))],
   ["no model", (of) => (of.traces[0]!.modules = [])],
 ])("broken data is refused: %s", (_, harm) => {
   const broken = small();

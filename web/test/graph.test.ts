@@ -219,6 +219,23 @@ describe("layout", () => {
       }
     });
 
+    test.each(ways)("by %s: lines go on where they cross the border of an open box", (_, arrange) => {
+      const drawing = drawn(trace, everything(trace), arrange, true);
+      const ends = (path: string): [string, string] => {
+        const numbers = path.match(/-?[\d.]+/g)!;
+        return [numbers[1]!, numbers[numbers.length - 1]!];
+      };
+      for (const stroke of drawing.strokes) {
+        const [start, end] = ends(stroke.path);
+        const box = drawing.at.get(stroke.box);
+        if (stroke.from === IN) expect(Number(start)).toBeCloseTo(box!.y, 0);
+        if (stroke.to === OUT) expect(Number(end)).toBeCloseTo(box!.y + box!.height, 0);
+        if (stroke.from === IN || stroke.to === OUT) continue;
+        const to = drawing.at.get(stroke.to)!;
+        if (to.open && !stroke.tip) expect(Number(end)).toBeCloseTo(to.y, 0);
+      }
+    });
+
     test.each(ways)("by %s: gradient comes down from the loss", (_, arrange) => {
       const drawing = drawn(trace, opening(trace), arrange);
       const loss = drawing.at.get(drawing.scene.node(0))!;

@@ -9,9 +9,9 @@ import { Paths } from "../src/paths";
 import { find } from "../src/paths/pick";
 import { path } from "../src/paths/walk";
 import { Training } from "../src/training";
-import type { Report } from "../src/types";
+import type { Finding, Report } from "../src/types";
 import type { State, View } from "../src/view";
-import { bare, hostile, HOSTILE, large, pair, report, small, timing, trace, training } from "./sample";
+import { bare, finding, hostile, HOSTILE, large, pair, report, small, timing, trace, training } from "./sample";
 
 const start: State = {
   tab: "paths",
@@ -25,6 +25,8 @@ const start: State = {
   by: "share",
   views: false,
   query: "",
+  node: null,
+  keep: null,
 };
 
 /** A panel in a page that remembers where it was sent. */
@@ -179,7 +181,29 @@ describe("overview", () => {
     expect(state()).toMatchObject({ tab: "graph", module: 4 });
   });
 
-  test("it leads with the choices, says what is in series and what the words mean", () => {
+  test("it leads with a diagnosis, worst first, each with its module", () => {
+    const data = small();
+    const note: Finding = { ...finding(), severity: "note", module: -1, place: "", line: "" };
+    data.traces[0]!.diagnosis = { findings: [finding(), note], remarks: ["the rest is fine"] };
+    const { box, all, one, state } = show(Overview, data);
+    expect(box.querySelector("h2")!.textContent).toBe("Something is wrong: 1 error.");
+    expect(all("finding").map((each) => each.querySelector(".severity")!.textContent)).toEqual(["Error", "Note"]);
+    expect(all("line").map((each) => each.textContent)).toEqual(["net.py:3: return x.detach()"]);
+    expect(one("lead").textContent).toContain("What to do: leave it out.");
+    expect(one("lead").textContent).toContain("the rest is fine");
+    expect(all("finding")[1]!.querySelector("button")).toBeNull();
+    click(all("finding")[0]!.querySelector("button")!);
+    expect(state()).toMatchObject({ tab: "graph", module: 4 });
+    expect(one("module").textContent).toContain("output detached");
+  });
+
+  test("a diagnosis that found nothing says so", () => {
+    const data = small();
+    data.traces[0]!.diagnosis = { findings: [], remarks: [] };
+    expect(show(Overview, data).box.querySelector("h2")!.textContent).toBe("The diagnosis found nothing wrong.");
+  });
+
+  test("it leads with findings and choices, says what is in series and what the words mean", () => {
     const data = small();
     const mine = data.traces[0]!;
     const branch = (name: string, share: number, module = -1) => ({
@@ -193,7 +217,10 @@ describe("overview", () => {
     table.series = Uint8Array.from(table.name, (name) => (name === "head" ? 1 : 0));
     mine.coverage = { median: 0.2, lower: 0, upper: 1, opposite: 0, cancelled: 0, elements: 9, words: ["A path carries 20%"] };
     const { box, all, one, state } = show(Overview, data);
-    expect([...box.querySelectorAll("h2")].map((each) => each.textContent)[1]).toBe("Where gradient had a choice");
+    const heads = [...box.querySelectorAll("h2")].map((each) => each.textContent);
+    expect(heads.slice(1, 3)).toEqual(["Findings", "Where gradient had a choice"]);
+    expect([...box.querySelectorAll("abbr")].every((each) => each.title.length > 20)).toBe(true);
+    expect([...box.querySelectorAll("abbr")].map((each) => each.textContent)).toContain("fork");
     expect(all("fork").map((each) => each.dataset.name)).toEqual(["body.add"]);
     expect(all("branch").map((each) => each.dataset.name)).toEqual(["body", "skip"]);
     expect(one("fork").textContent).toContain("×3");
@@ -206,6 +233,22 @@ describe("overview", () => {
     expect(box.textContent).not.toContain("carried the most");
     click(one("branch").querySelector("button")!);
     expect(state()).toMatchObject({ tab: "graph", module: 1 });
+  });
+
+  test("a chosen module is shown with what is known of it", () => {
+    const data = small();
+    const mine = data.traces[0]!;
+    mine.choices = [
+      { name: "body.add", kind: "sum", module: 1, times: 1, branches: [{ name: "body", module: 1, elements: 6, share: 0.75, weighted: 0.25, error: NaN }] },
+    ];
+    const { all, one, state } = show(Overview, data, { module: 1 });
+    const text = one("module").textContent!;
+    expect(text).toContain(mine.modules[1]!.kind);
+    expect(text).toContain("body.add75");
+    expect(text).toContain("Unreached");
+    click(one("module").querySelector("header button")!);
+    expect(state().module).toBe(null);
+    expect(all("module")).toEqual([]);
   });
 
   test("an old file does not say where paths divide", () => {

@@ -6,6 +6,7 @@
 import type {
   Column,
   Edges,
+  Finding,
   Flow,
   Forest,
   HeatMap,
@@ -45,6 +46,19 @@ export interface Choice {
 }
 
 export const HOSTILE = `</script><script>alert(1)</script>"'&<img src=x onerror=alert(1)>\u202Egnp.exe 🦊`;
+
+/** What a diagnosis says of the module `head`. */
+export const finding = (): Finding => ({
+  kind: "silent",
+  severity: "error",
+  title: "no gradient: head.weight (output detached)",
+  module: 4,
+  place: "head",
+  parameters: ["head.weight"],
+  line: "net.py:3: return x.detach()",
+  evidence: "The output of detach() requires no grad.",
+  advice: "leave it out.",
+});
 
 // A perceptron, scalar by scalar ------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from gradtrace.experiments.harness.results import facts, name, numeric, told
+from gradtrace.experiments.harness.results import facts, lead, name, numeric, told
 
 Data = Mapping[str, Any]
 """Content of a ``results.json``."""
@@ -46,6 +46,7 @@ tr + tr > *, thead + tbody > tr > * { border-top: 1px solid var(--line); }
 figure { margin: 1.5rem 0; }
 figure img { display: block; width: 100%; max-width: 48rem; height: auto; background: #fff;
   border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
+@media (prefers-color-scheme: dark) { figure img { filter: invert(.93) hue-rotate(180deg); } }
 </style>
 </head>
 <body>
@@ -71,7 +72,7 @@ def several(found: Iterable[tuple[Data, Mapping[str, bytes]]]) -> str:
     listed = list(found)
     items = [
         f'<dt><a href="#{escape(anchor(data))}">{escape(name(data))}</a> '
-        f"({escape(data['form'])})</dt><dd>{_inline(data['sentence'])}</dd>"
+        f"({escape(data['form'])})</dt><dd>{_inline(_lead(data)['headline'])}</dd>"
         for data, _ in listed
     ]
     parts = ["<h1>Experiments</h1>", f"<dl>{''.join(items)}</dl>"]
@@ -87,24 +88,35 @@ def anchor(data: Data) -> str:
 
 
 def section(data: Data, pictures: Mapping[str, bytes]) -> str:
-    """The results and the method of one experiment."""
-    about = data["about"]
+    """The results of one experiment: a sentence and a figure, then all of it and the method."""
+    about, first = data["about"], _lead(data)
+    figures = {plot["name"]: _figure(plot, pictures) for plot in data["plots"]}
+    figures |= {title: _drawing(title, svg) for title, svg in data["drawings"].items()}
+    top = figures.pop(first["figure"], "")
     parts = [
-        f'<p class="found">{_inline(data["sentence"])}</p>',
+        f'<p class="found">{_inline(first["headline"])}</p>',
+        top,
+        f"<h2>In full</h2><p>{_inline(data['sentence'])}</p>",
         "<dl>",
         *(
             f"<dt>{part.capitalize()}</dt><dd>{_inline(about[part])}</dd>"
             for part in ("question", "expectation", "method", "seeds")
         ),
         "</dl>",
-        *(_figure(plot, pictures) for plot in data["plots"]),
-        *(_drawing(title, svg) for title, svg in data["drawings"].items()),
+        *figures.values(),
         *(_table(table) for table in data["tables"]),
         "<h2>How it was run</h2><dl>",
         *(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts(data)),
         "</dl>",
     ]
     return "\n".join(parts)
+
+
+def _lead(data: Data) -> dict[str, str]:
+    """What the page leads with; results of older versions have no headline."""
+    if "headline" not in data:
+        return lead(None, data)
+    return {"headline": data["headline"], "figure": data["figure"]}
 
 
 def _inline(text: str) -> str:
@@ -155,21 +167,19 @@ def _row(tag: str, cells: Iterable[str], right: Sequence[bool]) -> str:
 
 def markdown(data: Data, files: Mapping[str, str]) -> str:
     """The page of one experiment for the docs; ``files`` are its pictures by plot or drawing."""
-    about = data["about"]
-    lines = [
-        f"# {_quiet(name(data))}",
-        "",
-        f"> {_quiet(data['sentence'])}",
-        "",
-        f"Written by `{command(data)}`.",
-    ]
-    for part in ("question", "expectation", "method", "seeds"):
-        lines += ["", f"*{part.capitalize()}.* {_quiet(about[part])}"]
+    about, first = data["about"], _lead(data)
     titles = {plot["name"]: plot["title"] for plot in data["plots"]}
     titles |= {title: title for title in data["drawings"]}
-    for plot, title in titles.items():
-        if plot in files:
-            lines += ["", f"![{_quiet(title)}]({files[plot]})"]
+    shown = {key: f"![{_quiet(titles[key])}]({files[key]})" for key in titles if key in files}
+    lines = [f"# {_quiet(name(data))}", "", f"> {_quiet(first['headline'])}"]
+    if first["figure"] in shown:
+        lines += ["", shown.pop(first["figure"])]
+    lines += ["", "## In full", "", _quiet(data["sentence"])]
+    lines += ["", f"Written by `{command(data)}`."]
+    for part in ("question", "expectation", "method", "seeds"):
+        lines += ["", f"*{part.capitalize()}.* {_quiet(about[part])}"]
+    for figure in shown.values():
+        lines += ["", figure]
     for table in data["tables"]:
         lines += ["", f"## {_quiet(table['title'])}", "", *_grid(table)]
         lines += ["", _quiet(table["note"])] if table["note"] else []
@@ -194,7 +204,7 @@ def index(found: Iterable[Data]) -> str:
     ]
     for data in found:
         title = name(data)
-        lines += ["", f"- [{_quiet(title)}]({title}.md): {_quiet(data['sentence'])}"]
+        lines += ["", f"- [{_quiet(title)}]({title}.md): {_quiet(_lead(data)['headline'])}"]
     return "\n".join(lines) + "\n"
 
 

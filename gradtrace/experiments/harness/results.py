@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
@@ -35,6 +36,24 @@ def found(findings: Findings, name: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise GradtraceError(f"{name}: what conclude returned is not JSON: {error}") from error
     return data
+
+
+def lead(experiment: object, data: Mapping[str, Any]) -> dict[str, str]:
+    """What a page leads with: a sentence, and the name of a plot or a drawing ("" if none is)."""
+    drawn = [*(plot["name"] for plot in data["plots"]), *data["drawings"]]
+    chosen, tell = getattr(experiment, "FIGURE", ""), getattr(experiment, "headline", None)
+    told = tell(data["facts"]) if tell is not None and data["plots"] else ""
+    figure = chosen if chosen in drawn else (drawn or [""])[0]
+    return {"headline": told or first_sentence(data["sentence"]), "figure": figure}
+
+
+def first_sentence(text: str) -> str:
+    """The text up to the first full stop that ends a sentence.
+
+    >>> first_sentence("It takes 1.5 s, e.g. here. More follows.")
+    'It takes 1.5 s, e.g. here.'
+    """
+    return re.split(r"(?<=[^.][^.][.!?]) (?=[A-Z])", text, maxsplit=1)[0]
 
 
 def _check_table(table: Table, name: str) -> None:

@@ -136,7 +136,9 @@ def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
         "versions": _distinct(h["versions"] for h in headers if "versions" in h),
         "date": time.strftime("%Y-%m-%d"),
     }
-    return Outcome(ran | results.found(findings, name), findings.plots)
+    made = ran | results.found(findings, name)
+    with plan.source.running():
+        return Outcome(made | results.lead(experiment, made), findings.plots)
 
 
 def _cells(plan: RunPlan) -> list[Cell]:

@@ -9,6 +9,7 @@ EXPERIMENTS = {
     "branches": "gradtrace.experiments.branches",
     "competition": "gradtrace.experiments.competition",
     "branch-ablation": "gradtrace.experiments.branch_ablation",
+    "planted": "gradtrace.experiments.planted",
     "treebank-scale": "gradtrace.experiments.treebank_scale",
     "shadow-cost": "gradtrace.experiments.shadow_cost",
     "programs": "gradtrace.experiments.programs",

@@ -57,7 +57,7 @@ class BatchedWeights:
         for (formula, numbers, _), nodes in requests.items():
             for chunk in _chunks(nodes):
                 stacked = [torch.stack(tensors) for tensors in zip(*(given for given, _ in chunk))]
-                results = zip(*(x.unbind() for x in formula(*stacked, *numbers)))
+                results = zip(*(_aligned(x).unbind() for x in formula(*stacked, *numbers)))
                 for (_, fill), result in zip(chunk, results):
                     fill(*result)
 
@@ -65,11 +65,17 @@ class BatchedWeights:
 def _can_batch(x: Tensor) -> bool:
     """Whether batching a tensor saves time, and it has the same layout in a stack as alone."""
     size = x.nbytes
-    return (
-        (size <= BATCH_MAX_BYTES or backend_of(x).synchronises)
-        and not size % ALIGNMENT_BYTES
-        and x.is_contiguous()
-    )
+    return (size <= BATCH_MAX_BYTES or backend_of(x).synchronises) and x.is_contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A stack whose slices are aligned: with a gap after each, if they would not be."""
+    each = x[0].numel()
+    wide = -(-each * x.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // x.itemsize
+    if wide == each:
+        return x
+    spaced = x.new_empty(len(x), wide).as_strided(x.shape, (wide, *x.stride()[1:]))
+    return spaced.copy_(x)
 
 
 def _chunks(nodes: list[Request]) -> Iterator[list[Request]]:

@@ -182,6 +182,11 @@ export function around(all: Boxes, box: number): number[] {
   return found;
 }
 
+/** Whether a module, or one inside it, has an operator or a leaf that gradient reaches. */
+export function inGraph(trace: Trace, module: number): boolean {
+  return module === 0 || boxes(trace).size[module]! > 0;
+}
+
 /** Open boxes with all that is needed to see this one. */
 export function reveal(trace: Trace, open: readonly number[], box: number): number[] {
   return [...new Set([...open, ...around(boxes(trace), box)])];

@@ -1,38 +1,93 @@
 /** What is known of the operator or module that the reader has chosen. */
+import { Brief, findingsOf } from "../diagnosis";
 import { count, counted, number, percent, shape, short } from "../format";
+import { Term } from "../terms";
+import type { Leaf } from "../types";
 import type { View } from "../view";
-import { plain, revealRow } from "./boxes";
+import { inGraph, plain, revealRow } from "./boxes";
 import { consumers, producers } from "./fold";
 
 const MANY = 6;
 
 export function Detail(view: View) {
-  const { trace, state, go } = view;
+  const { state } = view;
   if (state.operator !== null) return <Operator {...view} row={state.operator} />;
   if (state.module === null) return null;
-  const module = trace.modules[state.module]!;
+  return <Module {...view} at={state.module} />;
+}
+
+function Module({ trace, state, go, at }: View & { at: number }) {
+  const module = trace.modules[at]!;
   const table = trace.tables[""];
-  const at = table ? table.module.indexOf(state.module) : -1;
+  const row = table ? table.module.indexOf(at) : -1;
+  const inside = (leaf: Leaf): boolean => {
+    for (let up = leaf.module; up >= 0; up = trace.modules[up]!.parent) if (up === at) return leaf.parameter;
+    return false;
+  };
+  const mine = trace.leaves.filter(inside);
+  const zero = mine.reduce((sum, leaf) => sum + leaf.zero, 0);
+  const verdict = trace.flow.rows.find((each) => each.module === at)?.verdict;
+  const forks = (trace.choices ?? []).flatMap((fork) =>
+    fork.branches.filter((branch) => branch.module === at && branch[state.by] >= 0).map((branch) => ({ fork, branch })),
+  );
+  const findings = findingsOf(trace, at);
+  const here = inGraph(trace, at);
   return (
-    <aside class="detail" aria-label="Chosen module">
+    <aside class="detail" aria-label="Chosen module" data-testid="module">
       <Head title={module.name || "the model"} close={() => go({ module: null })} />
       <dl>
         <Fact name="Class">{short(module.kind, 60)}</Fact>
-        <Fact name="Calls">{count(module.calls)}</Fact>
+        {here && <Fact name="Calls">{count(module.calls)}</Fact>}
         <Fact name="Parameters">{count(module.parameters)}</Fact>
-        {table && at >= 0 && (
+        {mine.length > 0 ? (
           <>
-            <Fact name="Influence">
-              {percent(table.share[at]!)}
-              {table.error[at]! >= 0 && <span class="soft"> ± {percent(table.error[at]!)}</span>}
+            <Fact name="‖gradient‖ of them">{number(Math.hypot(...mine.map((leaf) => leaf.norm)))}</Fact>
+            <Fact name={<Term of="unreached">Unreached</Term>}>{counted(zero, "element")}</Fact>
+          </>
+        ) : (
+          module.parameters > 0 && <Fact name="Gradient">none comes to them</Fact>
+        )}
+        {table && row >= 0 && (
+          <>
+            <Fact name={<Term of="share">Share of paths</Term>}>
+              {table.series?.[row] ? <Term of="in series" /> : percent(table.share[row]!)}
+              {table.error[row]! >= 0 && <span class="soft"> ± {percent(table.error[row]!)}</span>}
             </Fact>
-            <Fact name="By |gradient|">{percent(table.weighted[at]!)}</Fact>
+            <Fact name={<Term of="by |gradient|">By |gradient|</Term>}>{percent(table.weighted[row]!)}</Fact>
             <Fact name="Paths through it">
-              {count(table.through[at]!)} of {count(table.eligible[at]!)}
+              {count(table.through[row]!)} of {count(table.eligible[row]!)} <Term of="eligible" />
             </Fact>
           </>
         )}
+        {verdict && <Fact name="Flow">{verdict}</Fact>}
       </dl>
+      {!here && <p class="soft">It is not in the graph: no gradient passes it.</p>}
+      {findings.length > 0 && (
+        <>
+          <h3>Diagnosis</h3>
+          <Brief findings={findings} />
+        </>
+      )}
+      {forks.length > 0 && (
+        <>
+          <h3>
+            As a branch of <Term of="fork">forks</Term>
+          </h3>
+          <ul>
+            {forks.slice(0, MANY).map(({ fork, branch }) => (
+              <li key={fork.name}>
+                <span>{short(fork.name, 32)}</span>
+                <span class="figure">{percent(branch[state.by])}</span>
+              </li>
+            ))}
+          </ul>
+        </>
+      )}
+      {state.tab !== "graph" && here && (
+        <button class="link" onClick={() => go({ tab: "graph", module: at })}>
+          Show in the graph
+        </button>
+      )}
     </aside>
   );
 }
@@ -113,7 +168,7 @@ function Head({ title, close }: { title: string; close: () => void }) {
   );
 }
 
-function Fact({ name, children }: { name: string; children: preact.ComponentChildren }) {
+function Fact({ name, children }: { name: preact.ComponentChildren; children: preact.ComponentChildren }) {
   return (
     <div>
       <dt>{name}</dt>

@@ -20,6 +20,7 @@ export interface Stroke {
   path: string;
   share: number;
   mass: number;
+  tip: boolean; // an arrow's head at its end: not where it goes on inside an open box, or outside
   from: number;
   to: number;
   box: number;
@@ -140,13 +141,14 @@ export function draw(scene: Scene, jobs: Job[], plans: Plan[]): Drawing {
     level.lines.forEach((line, n) => {
       const before = order(scene, line.from) <= order(scene, line.to);
       const points: number[] = [];
-      if (line.from === IN) points.push(x + plan.enter, y + TITLE);
+      if (line.from === IN) points.push(x + plan.enter, y, x + plan.enter, y + TITLE);
       else points.push(...port(at.get(line.from)!, planned, before));
       const bends = plan.bends[n]!;
       for (let i = 0; i < bends.length; i += 2) points.push(x + bends[i]!, y + bends[i + 1]!);
       if (line.to === OUT) points.push(x + plan.leave, y + plan.height);
       else points.push(...port(at.get(line.to)!, planned, !before));
-      strokes.push({ ...line, box, key: key(box, line.from, line.to), ...curve(points, line.to !== OUT) });
+      const tip = line.to !== OUT && !(before && at.get(line.to)!.open);
+      strokes.push({ ...line, box, tip, key: key(box, line.from, line.to), ...curve(points, tip) });
     });
   }
   return { scene, width: root.width, height: root.height, placed, at, strokes };

@@ -108,7 +108,7 @@ function Lines({ lines, lit }: { lines: Stroke[]; lit: Lit | null }) {
           d={line.path}
           fill="none"
           stroke-width={breadth(line.share).toFixed(2)}
-          marker-end={line.to < 0 ? undefined : lit?.lines.has(line.key) ? "url(#tip-lit)" : "url(#tip)"}
+          marker-end={!line.tip ? undefined : lit?.lines.has(line.key) ? "url(#tip-lit)" : "url(#tip)"}
         />
       ))}
     </>

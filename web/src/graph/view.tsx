@@ -5,6 +5,7 @@ import { influence } from "../influence";
 import type { View } from "../view";
 import { opening, reveal } from "./boxes";
 import { centre, fit, inside, overlap, seen, steer, zoom, type Camera, type Rect } from "./camera";
+import { Term } from "../terms";
 import { Detail } from "./detail";
 import { draw, jobs, type Drawing, type Placed } from "./draw";
 import { plan } from "./engine";
@@ -195,8 +196,8 @@ export function Graph(view: View) {
           </g>
         </svg>
         {!drawing && <p class="wait">Laying out the graph…</p>}
-        <Legend left={left} />
       </div>
+      <Legend left={left} />
       <p class="unseen" role="status">
         {drawing && focus !== null ? describe(trace, drawing, focus, shares) : ""}
       </p>
@@ -302,7 +303,9 @@ function neighbour(drawing: Drawing, from: number, dx: number, dy: number, stay:
 function Legend({ left }: { left: number }) {
   return (
     <div class="legend">
-      <span>Line: share of Σ |gradient| at its lower end</span>
+      <span>
+        Line: share of <Term of="Σ |gradient|" /> at its lower end
+      </span>
       <svg width="232" height="20" aria-hidden="true">
         {[0.01, 0.25, 0.5, 1].map((share, at) => (
           <g key={share} transform={`translate(${at * 57},0)`}>

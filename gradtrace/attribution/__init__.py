@@ -1,0 +1,1 @@
+"""Attribution: which parts of an input move a scalar, and through what."""

@@ -1,0 +1,47 @@
+"""``gradtrace decompose``: the gradient through components, over a data set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from typer import Exit
+
+from gradtrace.cli.app import app, examples
+from gradtrace.cli.codes import INTERRUPTED
+from gradtrace.cli.influence import Components, Journal, PartsFunction, Top, over_data, parsed
+from gradtrace.cli.measures import data, write_measure
+from gradtrace.cli.printing import Json, write, write_json
+from gradtrace.cli.target import Arguments, Target
+
+if TYPE_CHECKING:
+    from gradtrace.tracing.decomposition import Decomposition
+
+
+@app.command(
+    epilog=examples(
+        "gradtrace decompose train.py:parts --components 'encoder.*'",
+        "torchrun --nproc-per-node=4 -m gradtrace decompose train.py:parts --journal run.gradtrace",
+    )
+)
+def decompose(
+    target: PartsFunction,
+    args: Arguments = None,
+    components: Components = None,
+    top: Top = None,
+    journal: Journal = None,
+    as_json: Json = False,
+) -> None:
+    """The gradient through each component over a data set, exactly and with its sign."""
+    from gradtrace.distributed import dataset_decompose
+
+    options = {"components": parsed(components or []), "checkpoint": journal}
+    found: Decomposition
+    found, spoken = over_data(Target.of(target, args), dataset_decompose.decompose, options)
+    if spoken and as_json:
+        more = {"interrupted": found.interrupted, "journal": str(journal) if journal else None}
+        write_json({"pairs": found.pairs, "decompose": data(found.table(), top), **more})
+    elif spoken:
+        write_measure(found.table(), top)
+        if found.interrupted:
+            write("Stopped before all batches were counted")
+    raise Exit(INTERRUPTED if found.interrupted else 0)

@@ -1,0 +1,70 @@
+"""``gradtrace diagnose``: says why a model does not learn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from typer import Argument, Exit
+
+from gradtrace.cli.app import app, examples
+from gradtrace.cli.codes import FAILED
+from gradtrace.cli.printing import Json, working, write, write_json
+from gradtrace.cli.target import Arguments, Target, functions
+from gradtrace.cli.trace import watched_loss
+
+SUFFIX = ".gradtrace"
+
+What = Annotated[
+    str,
+    Argument(
+        metavar="SCRIPT.py:FUNCTION|FILE.gradtrace",
+        help="Returns a loss, (model, loss) or (loss, names); or the file of a Monitor's trigger.",
+        autocompletion=functions,
+    ),
+]
+
+
+@app.command(
+    epilog=examples(
+        "gradtrace diagnose train.py:loss",
+        "gradtrace diagnose train.py:loss --json -- tiny 3",
+        "gradtrace diagnose run-step500-nonfinite.gradtrace",
+        "where train.py has: def loss(size='base', layers='2'): ... return model, loss",
+    )
+)
+def diagnose(target: What, args: Arguments = None, as_json: Json = False) -> None:
+    """Find parameters without a gradient, NaN and their causes, with the lines of the script, or
+    show what a Monitor's trigger found; exit code 1 if something is found.
+    """
+    if target.endswith(SUFFIX):
+        text, found, healthy = stored(target)
+    else:
+        text, found, healthy = diagnosed(target, args)
+    if as_json:
+        write_json(found)
+    else:
+        for line in text.split("\n"):
+            write(line)
+    raise Exit(0 if healthy else FAILED)
+
+
+def stored(path: str) -> tuple[str, dict[str, Any], bool]:
+    """The diagnosis in a file: as text, as JSON, and whether it is healthy."""
+    from gradtrace.training.incident import load_incident
+
+    found = load_incident(path)
+    return str(found), found.to_dict(), found.diagnosis.get("healthy") is True
+
+
+def diagnosed(target: str, args: list[str] | None) -> tuple[str, dict[str, Any], bool]:
+    """The same of the loss of a script's function."""
+    from gradtrace.pytorch.global_switches import uncompiled
+
+    wanted = Target.of(target, args)
+    with working(f"running {wanted.name}") as work, uncompiled(), wanted.running() as script:
+        loss, watched = watched_loss(
+            lambda: wanted.call(script), wanted.name, vars(script), diagnose=True, numbers=True
+        )
+        work.begin("diagnosing")
+        found = watched.diagnose(loss)
+    return str(found), found.to_dict(), found.healthy

@@ -1,0 +1,214 @@
+"""Gradients that arrive, and are too small, too large or too one-sided to train with.
+
+Vanishing and exploding gradients are those of ``Trace.flow``. Loss terms are compared by the norms
+of their gradients, each found by a backward pass from its own place in the sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from gradtrace.autodiff.backward import GradientWalk
+from gradtrace.autodiff.hooks import HookWatch
+from gradtrace.autodiff.names import NameTable
+from gradtrace.autodiff.nodes import ACCUMULATE, Node, name_of, sequence_of, wanted
+from gradtrace.autodiff.pass_scope import one_pass
+from gradtrace.autodiff.traversal import walk
+from gradtrace.diagnosis.backward_sizes import BackwardSizes
+from gradtrace.diagnosis.forward_record import ForwardRecord
+from gradtrace.diagnosis.result import Finding, common_module, listed
+from gradtrace.flow import Flow
+from gradtrace.flow.tuning import FAR_FACTOR
+
+DROWNED_FACTOR = 1e4
+"""A term of the loss is drowned if another one's gradient is larger by this factor."""
+
+MAX_TERMS = 8
+"""The most terms of a loss that are compared; each costs a backward pass."""
+
+SUMS = ("Add", "Sub")
+SCALINGS = ("Mul", "Div", "Neg", "View", "Squeeze", "Unsqueeze", "ToCopy", "Reshape")
+"""Operators between a loss and its terms: sums, and those that leave a term one term."""
+
+VERDICTS = {
+    "Vanishing": "skip connections, normalisation, gated cells or another initialisation keep it "
+    "up.",
+    "Exploding": "clip the gradient, take smaller steps, normalise, or initialise smaller.",
+    "Mostly dead": "a smaller learning rate, another initialisation or a leaky slope help.",
+}
+
+BRANCH = "look at the factor before the branch, and at what it is added to."
+
+
+def flow_findings(flow: Flow) -> Iterator[Finding]:
+    """What ``flow`` says of gradients that vanish, explode, or are mostly 0."""
+    for text in flow.findings:
+        word, _, sentence = text.partition(": ")
+        if word not in VERDICTS:
+            continue
+        rows = [row for row in flow.rows if row.verdict == word.lower() and row.module]
+        quoted = re.findall(r"'([^']*)'", sentence)
+        module = common_module([row.module for row in rows]) or (quoted[-1] if quoted else "")
+        evidence = sentence.partition(". ")[0]
+        limit = "" if word == "Mostly dead" else f" The limit is a factor of {FAR_FACTOR:,.0f}."
+        aside = word == "Vanishing" and "by other ways" in sentence
+        title = "a branch that carries next to nothing" if aside else f"{word.lower()} gradient"
+        yield Finding(
+            "branch" if aside else word.lower(),
+            "warning",
+            f"{title}{f', at {module!r}' if module else ''}",
+            module,
+            evidence=f"{evidence[:1].upper()}{evidence[1:]}.{limit}",
+            advice=BRANCH if aside else VERDICTS[word],
+        )
+
+
+def branch_findings(flow: Flow, told: set[str]) -> Iterator[Finding]:
+    """Modules that get over 1,000 times less than those beside them, apart from ``told``."""
+    rows = [row for row in flow.rows if row.verdict == "vanishing" and row.module not in told]
+    if rows and not any(text.startswith("Vanishing") for text in flow.findings):
+        names = tuple(row.module for row in rows)
+        most = max(row.norm for row in flow.rows)
+        yield Finding(
+            "branch",
+            "warning",
+            f"a branch that carries next to nothing: {listed(names)}",
+            names[0],
+            evidence=f"A gradient of norm {rows[0].norm:.2g} reaches '{names[0]}', and up to "
+            f"{most:.2g} other modules. The limit is a factor of {FAR_FACTOR:,.0f}.",
+            advice=BRANCH,
+        )
+
+
+# Terms of a loss ---------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class LossTerms:
+    """The terms that a loss is a sum of, with the norms of their gradients."""
+
+    loss: Tensor
+    sizes: BackwardSizes
+    names: NameTable
+    hooks: HookWatch
+    record: ForwardRecord | None
+
+    def findings(self) -> Iterator[Finding]:
+        """Terms whose gradient is 0, or lost beside that of another."""
+        terms = list(self._terms())
+        if not 2 <= len(terms) <= MAX_TERMS:
+            return
+        norms = [self._norm(*term) for term in terms]
+        most = max(norms)
+        largest = terms[norms.index(most)][0]
+        for (node, _), norm in zip(terms, norms):
+            if norm * DROWNED_FACTOR < most:
+                what = "carries no gradient" if not norm else "is drowned"
+                yield Finding(
+                    "loss term",
+                    "warning",
+                    f"a term of the loss {what}: {self._described(node)}",
+                    line=self._line(node),
+                    evidence=f"The norm of its gradient is {norm:.2g}, that of "
+                    f"{self._described(largest)} is {most:.2g} ({self._line(largest) or 'no line'})"
+                    f". The limit is a factor of {DROWNED_FACTOR:,.0f}.",
+                    advice="weigh the terms so that their gradients are of one size: "
+                    "watch.conflicts({...}) compares them by module.",
+                )
+
+    def _terms(self) -> Iterator[tuple[Node, int]]:
+        """The outermost summands of the loss: nodes, each with its output."""
+        found, edges = self.sizes.size, self.sizes.edges
+        stack = [(self.sizes.order[0], 0, 0)] if self.sizes.order else []
+        while stack:
+            node, slot, sums = stack.pop()
+            kind = name_of(node).partition("Backward")[0]
+            below = [(c, s) for c, s in edges[node] if c is not None and c in found]
+            if kind in SUMS and all(x.shape == () for x in found[node]) and len(below) > 1:
+                stack += [(child, at, sums + 1) for child, at in reversed(below)]
+            elif kind in SCALINGS and len(below) == 1 and self._leads_to_sum(below[0][0]):
+                stack.append((*below[0], sums))
+            elif sums and type(node) is not ACCUMULATE:
+                yield node, slot
+
+    def _leads_to_sum(self, node: Node) -> bool:
+        """Whether only scalings lie between a node and a sum of scalars."""
+        kind = name_of(node).partition("Backward")[0]
+        below = [child for child, _ in self.sizes.edges[node] if child in self.sizes.size]
+        scalar = all(x.shape == () for x in self.sizes.size[node])
+        if kind in SUMS:
+            return scalar and len(below) > 1
+        return scalar and kind in SCALINGS and len(below) == 1 and self._leads_to_sum(below[0])
+
+    def _norm(self, node: Node, slot: int) -> float:
+        """The norm of the gradient that comes through a node: of a pass that begins there."""
+        extent, meta = self.sizes.size[node][0], wanted(node, slot)
+        seed = torch.full(tuple(meta.shape), extent.low, dtype=meta.dtype, device=meta.device)
+        state = GradientWalk(self.loss, seed, self.names, self.hooks)
+        state.adjoints = {node: [None] * slot + [seed]}
+        with one_pass():
+            walk(self.loss, state.visit)
+        squares = [float(grad.double().square().sum()) for _, grad in state.leaves]
+        return sqrt(sum(squares))
+
+    def _described(self, node: Node) -> str:
+        place = self.names.place_of(node).module
+        return f"{name_of(node)}{f' in {place!r}' if place else ''}"
+
+    def _line(self, node: Node) -> str:
+        operation = None if self.record is None else self.record.of_node(sequence_of(node))
+        return "" if operation is None else str(operation.where.line or "")
+
+
+# Experts and half precision ----------------------------------------------------------------------
+
+
+def expert_findings(gradients: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Experts in one weight, the first dimension of which some get no gradient."""
+    for name, grad in gradients.items():
+        if "expert" not in name or grad.dim() < 3 or not bool(grad.any()):
+            continue
+        idle = [int(n) for n in (grad.reshape(len(grad), -1) == 0).all(1).nonzero().reshape(-1)]
+        if idle:
+            numbers = ", ".join(map(str, idle[:8])) + (", ..." if len(idle) > 8 else "")
+            yield Finding(
+                "expert",
+                "warning",
+                f"experts without gradient: {numbers} of {len(grad)} in {name}",
+                name.rpartition(".")[0],
+                (name,),
+                evidence="Their rows of the gradient are exactly 0: no sample of this batch was "
+                "sent to them.",
+                advice="look at the router: a balancing loss, noise, or a larger batch.",
+            )
+
+
+def underflow_findings(
+    sizes: BackwardSizes, modules: Mapping[Node, str], record: ForwardRecord | None
+) -> Iterator[Finding]:
+    """The first float16 gradient that lies wholly below the smallest normal number."""
+    normal = torch.finfo(torch.float16).smallest_normal
+    for node in sizes.order:
+        half = [x for x in sizes.size[node] if x.dtype is torch.float16]
+        largest = max((x.largest for x in half), default=0.0)
+        if 0 < largest < normal:
+            operation = None if record is None else record.of_node(sequence_of(node))
+            module = modules.get(node, "")
+            yield Finding(
+                "underflow",
+                "warning",
+                f"float16 gradients underflow{f' at {module!r}' if module else ''}",
+                module,
+                line="" if operation is None else str(operation.where.line or ""),
+                evidence=f"At the output of {name_of(node)} no element of the gradient is above "
+                f"{largest:.2g}, and the smallest normal float16 is {normal:.2g}: smaller numbers "
+                "lose their digits, and become 0.",
+                advice="scale the loss (torch.amp.GradScaler), or use bfloat16.",
+            )
+            return

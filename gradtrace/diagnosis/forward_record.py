@@ -1,0 +1,446 @@
+"""Records a forward pass: every operation with its line, and which values it was made of.
+
+Other than the graph of autograd, this record also has what autograd does not see: values that were
+detached, made under ``no_grad``, rounded to integers, or read into Python. So it tells how a
+parameter and a loss are connected where no gradient flows between them.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isinf, isnan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from gradtrace.autodiff import nodes
+from gradtrace.diagnosis.source_lines import Place, SourceLine, place
+from gradtrace.pytorch.nested import tensors_in
+from gradtrace.pytorch.plain_tensors import is_wrapper
+
+EXITS = frozenset(
+    ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__")
+    + ("__dlpack__", "__reduce_ex__")
+)
+"""Functions that read a tensor's numbers into Python."""
+
+
+class Extent(NamedTuple):
+    """The least and the greatest element of a value; NaN if any is."""
+
+    low: float
+    high: float
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nan(self) -> bool:
+        """Whether an element is NaN."""
+        return isnan(self.low)
+
+    @property
+    def bad(self) -> bool:
+        """Whether an element is NaN or infinite."""
+        return self.nan or isinf(self.low) or isinf(self.high)
+
+    @property
+    def zero(self) -> bool:
+        """Whether all elements are 0."""
+        return self.low == self.high == 0.0
+
+    @property
+    def largest(self) -> float:
+        """``max |x[i]|``."""
+        return max(-self.low, self.high)
+
+    def __str__(self) -> str:
+        return f"{self.low:.4g} to {self.high:.4g}" if self.low < self.high else f"{self.low:.4g}"
+
+
+@dataclass(frozen=True)
+class Element:
+    """The first element of an output that is not finite, and what the inputs were."""
+
+    index: tuple[int, ...]
+    value: float
+    count: int
+    total: int
+    inputs: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Operation:
+    """A call of a PyTorch function in the forward pass."""
+
+    name: str
+    module: str
+    where: Place
+    inputs: tuple[int, ...]
+    needs: bool  # an input requires grad
+    outputs: tuple[int, ...]
+    gives: frozenset[int]  # the outputs that require grad
+    off: str  # why no graph is built: "", "no_grad", "inference_mode", "function", "checkpoint"
+    off_line: SourceLine | None
+    literal: bool  # an argument is a Python number that is infinite or NaN
+    inside: bool  # a call of a module was running
+    element: Element | None = None
+
+    @property
+    def line(self) -> SourceLine | None:
+        """The user's line: that which turned gradients off, or that of the call."""
+        return self.off_line if self.off == "no_grad" and self.off_line else self.where.line
+
+    def cuts(self, values: set[int]) -> bool:
+        """Whether no gradient passes to these of its outputs, though an input requires grad."""
+        return self.needs and self.gives.isdisjoint(values)
+
+
+@dataclass(eq=False)
+class ForwardRecord:
+    """What a forward pass did, in order. Values are numbers; an in-place operation makes a new one
+    of the same tensor.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    makers: dict[int, int] = field(default_factory=dict)  # by value: its operation
+    users: dict[int, list[int]] = field(default_factory=dict)  # by value: operations
+    extents: dict[int, Extent] = field(default_factory=dict)
+    wrapped: dict[int, int] = field(default_factory=dict)
+    # by value made inside a custom function: the sequence number of the function's node
+    starts: list[int] = field(default_factory=list)
+    # by operation: the sequence number of the first node that it may have made
+    tensors: dict[int, tuple[weakref.ref[Tensor], list[int]]] = field(default_factory=dict)
+    # by id: all values that a tensor has had
+    storages: dict[tuple[int, int], tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    writes: dict[int, int] = field(default_factory=dict)  # by storage: the last value written
+    count: int = 0
+
+    def known(self, tensor: Tensor) -> int | None:
+        """The value of a tensor that was seen, or that shares its memory with one."""
+        if values := self.values(tensor):
+            return values[-1]
+        key = _memory(tensor)
+        held = None if key is None else self.storages.get(key)
+        return held[1] if held is not None and not held[0].expired() else None  # type: ignore[no-untyped-call]
+
+    def values(self, tensor: Tensor) -> list[int]:
+        """All values that a tensor has had; none if it was not seen."""
+        found = self.tensors.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else []
+
+    def make(self, tensor: Tensor) -> int:
+        """A new value for a tensor."""
+        self.count += 1
+        if values := self.values(tensor):
+            values.append(self.count)
+        else:
+            self.tensors[id(tensor)] = weakref.ref(tensor), [self.count]
+        key = _memory(tensor)
+        if key is not None:
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self.storages[key] = storage, self.count
+        return self.count
+
+    def read(self, tensor: Tensor) -> set[int]:
+        """The values that a tensor holds: its own, and what was last written to its memory."""
+        known = self.known(tensor)
+        own = self.make(tensor) if known is None else known
+        if own not in self.extents and (extent := extent_of(tensor)):
+            self.extents[own] = extent
+        key = _memory(tensor)
+        written = None if key is None else self.writes.get(key[0])
+        return {own} if written is None else {own, written}
+
+    def write(self, tensor: Tensor) -> int:
+        """A new value for a tensor that was changed in place, and for what shares its memory."""
+        value = self.make(tensor)
+        key = _memory(tensor)
+        if key is not None:
+            self.writes[key[0]] = value
+        return value
+
+    def add(self, operation: Operation, start: int) -> None:
+        """Append an operation."""
+        number = len(self.operations)
+        self.operations.append(operation)
+        self.starts.append(start)
+        for value in operation.inputs:
+            self.users.setdefault(value, []).append(number)
+        for value in operation.outputs:
+            self.makers[value] = number
+
+    # Questions ---------------------------------------------------------------------------------
+
+    def below(self, values: Iterable[int]) -> set[int]:
+        """All values that are made of these, and these."""
+        return _reach(values, self._made_of)
+
+    def above(self, values: Iterable[int]) -> set[int]:
+        """All values that these are made of, and these."""
+        return _reach(values, self._made_from)
+
+    def _made_of(self, value: int) -> Iterator[int]:
+        for number in self.users.get(value, ()):
+            yield from self.operations[number].outputs
+
+    def _made_from(self, value: int) -> Iterator[int]:
+        number = self.makers.get(value)
+        return iter(() if number is None else self.operations[number].inputs)
+
+    def uses(self, values: Iterable[int]) -> list[Operation]:
+        """The operations that take one of these values, in order."""
+        numbers = {number for value in values for number in self.users.get(value, ())}
+        return [self.operations[number] for number in sorted(numbers)]
+
+    def alive(self) -> set[int]:
+        """The values of tensors that somebody still holds."""
+        return {values[-1] for tensor, values in self.tensors.values() if tensor() is not None}
+
+    def of_node(self, number: int | None) -> Operation | None:
+        """The operation that made the autograd node of this sequence number."""
+        if number is None:
+            return None
+        at = bisect_right(self.starts, number) - 1
+        later = self.operations[at + 1 : at + 2]
+        if later and later[0].where.inside and self.starts[at + 1] == number + 1:
+            return later[0]  # a custom function's node is made before its forward runs
+        return self.operations[at] if at >= 0 else None
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give modules their final names."""
+        for operation in self.operations:
+            operation.module = names.get(operation.module, operation.module)
+
+
+def _reach(start: Iterable[int], step: Callable[[int], Iterator[int]]) -> set[int]:
+    found = set(start)
+    stack = list(found)
+    while stack:
+        for value in step(stack.pop()):
+            if value not in found:
+                found.add(value)
+                stack.append(value)
+    return found
+
+
+def _memory(tensor: Tensor) -> tuple[int, int] | None:
+    """The storage of a tensor and where in it it begins; None if it has no memory of its own."""
+    if tensor.layout is not torch.strided or is_wrapper(tensor) or tensor.is_meta or _batched():
+        return None
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
+
+def _batched() -> bool:
+    """Whether a transform of ``torch.func`` runs, whose tensors are stand-ins without numbers."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def extent_of(tensor: Tensor) -> Extent | None:
+    """The range of a real, dense tensor's elements; None of others."""
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.itemsize == 1:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_meta or is_wrapper(tensor) or _batched():
+        return None
+    low, high = torch.stack(torch.aminmax(tensor.detach())).tolist()
+    return Extent(low, high, tensor.dtype, tuple(tensor.shape))
+
+
+class ForwardRecorder(TorchFunctionMode):
+    """Writes a ``ForwardRecord`` while it is entered; ``module`` names the module that runs
+    (None: none does).
+    """
+
+    def __init__(self, record: ForwardRecord, module: Callable[[], str | None]) -> None:
+        super().__init__()
+        self.record = record
+        self._module = module
+        self._off_line: SourceLine | None = None
+        self._read: dict[float, int] = {}  # the values of numbers that ``item()`` has read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of PyTorch, and record it if it takes or makes values."""
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name == "_set_grad_enabled":
+            if not args[0]:
+                self._off_line = place(sys._getframe(1)).line
+            return func(*args, **kwargs)
+        if not name or torch._C._current_graph_task_id() != -1:  # inside a backward pass
+            return func(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        versions = [_version(tensor) for tensor in given]
+        needing = [tensor for tensor in given if tensor.requires_grad]
+        start = nodes.next_sequence()
+        out = func(*args, **kwargs)
+        made = tensors_in(out)
+        changed = [t for t, before in zip(given, versions) if _version(t) != before]
+        if name in ("data=", "detach_"):  # which count as no change
+            changed = given[:1]
+        fresh = [t for t in made if not any(t is each for each in given)]
+        if fresh or changed or name in EXITS:
+            same = [t for t in made if not any(t is each for each in (*fresh, *changed))]
+            needs = any(not any(t is each for each in same) for t in needing)
+            self._write(name, (args, kwargs), given, needs, fresh, changed, start)
+            if isinstance(out, float) and out not in _COMMON:
+                self._read[out] = self.record.count
+        return out
+
+    def _write(
+        self,
+        name: str,
+        call: Any,
+        given: list[Tensor],
+        needs: bool,
+        fresh: list[Tensor],
+        changed: list[Tensor],
+        start: int,
+    ) -> None:
+        record = self.record
+        where = place(sys._getframe(2))
+        numbers = list(_numbers(call))
+        inputs = self._inputs(given, changed, numbers)
+        outputs = [*map(record.make, fresh), *map(record.write, changed)]
+        for value, tensor in zip(outputs, (*fresh, *changed)):
+            if extent := extent_of(tensor):
+                record.extents[value] = extent
+        if name in EXITS:  # the value is the number in Python
+            record.count += 1
+            outputs.append(record.count)
+        off, module = _why_off(where.inside), self._module()
+        pairs = zip(outputs, (*fresh, *changed))
+        operation = Operation(
+            name,
+            module or "",
+            where,
+            inputs,
+            needs,
+            tuple(outputs),
+            frozenset(value for value, tensor in pairs if tensor.requires_grad),
+            off,
+            self._off_line if off == "no_grad" else None,
+            any(isnan(number) or isinf(number) for number in numbers),
+            module is not None,
+        )
+        operation.element = self._element(operation, given, (*fresh, *changed))
+        record.add(operation, start)
+
+    def _inputs(
+        self, given: list[Tensor], changed: list[Tensor], numbers: list[float]
+    ) -> tuple[int, ...]:
+        """The values of a call's arguments, those of numbers that were read from a tensor too."""
+        inputs: dict[int, None] = {}
+        for tensor in given:
+            if any(tensor is each for each in changed):
+                own = self.record.known(tensor)  # its numbers are gone
+                inputs.update({} if own is None else {own: None})
+            else:
+                values = self.record.read(tensor)
+                inputs.update(dict.fromkeys(values))
+                self._note_function(tensor, values)
+        inputs.update({self._read[number]: None for number in numbers if number in self._read})
+        return tuple(inputs)
+
+    def _note_function(self, tensor: Tensor, values: Iterable[int]) -> None:
+        """Remember the node of a custom function, whose output was made without a graph."""
+        record = self.record
+        for value in values:
+            maker = record.makers.get(value)
+            if maker is not None and record.operations[maker].off and tensor.requires_grad:
+                node = nodes.maker_of(tensor)
+                number = None if node is None else nodes.sequence_of(node)
+                if number is not None:
+                    record.wrapped.setdefault(value, number)
+
+    def _element(
+        self, operation: Operation, given: list[Tensor], made: tuple[Tensor, ...]
+    ) -> Element | None:
+        """Which element an operation made NaN or infinite, of inputs that were not."""
+        extents = self.record.extents
+        before = [extents[v] for v in operation.inputs if v in extents]
+        for value, tensor in zip(operation.outputs, made):
+            extent = extents.get(value)
+            if extent is None or not extent.bad:
+                continue
+            if any(each.nan if extent.nan else each.bad for each in before):
+                continue
+            kept = [t for t in given if not any(t is each for each in made)]
+            return first_bad(tensor.detach(), kept)
+        return None
+
+
+def first_bad(tensor: Tensor, given: list[Tensor]) -> Element:
+    """The first element that is NaN, or else infinite, with the inputs that belong to it."""
+    bad = tensor.isnan()
+    bad = bad if bool(bad.any()) else ~tensor.isfinite()
+    flat = int(bad.reshape(-1).nonzero()[0])
+    at = torch.tensor(flat, device="cpu")
+    index = tuple(int(i) for i in torch.unravel_index(at, tensor.shape))
+    described = [_input_at(each.detach(), tensor, index) for each in given]
+    total, count = tensor.numel(), int((~tensor.isfinite()).sum())
+    value = float(tensor.reshape(-1)[flat])
+    return Element(index, value, count, total, tuple(filter(None, described)))
+
+
+def _input_at(given: Tensor, out: Tensor, index: tuple[int, ...]) -> str:
+    """An input at the place of an output's element; where shapes do not match, its range."""
+    extent = extent_of(given)
+    if extent is None:
+        return ""
+    kind = str(given.dtype).removeprefix("torch.")
+    if given.dim() <= out.dim():
+        pairs = list(zip(reversed(given.shape), reversed(index)))
+        if all(size == 1 or size == whole for (size, _), whole in zip(pairs, reversed(out.shape))):
+            at = tuple(0 if size == 1 else i for size, i in reversed(pairs))
+            return f"{float(given[at]):.6g} ({kind})"
+    return f"{kind} of shape {tuple(given.shape)} between {extent.low:.4g} and {extent.high:.4g}"
+
+
+def _name(func: Any) -> str:
+    """``detach``, ``.data`` for the getter of an attribute, ``data=`` for its setter; empty for
+    functions that make no values.
+    """
+    name = str(getattr(func, "__name__", type(func).__name__))
+    if name == "__get__":
+        name = "." + str(getattr(func.__self__, "__name__", ""))
+        return name if name in _GETTERS else ""
+    if name == "__set__":
+        return "data=" if getattr(func.__self__, "__name__", "") == "data" else ""
+    return "" if name in _QUIET else name
+
+
+_COMMON = frozenset((0.0, 1.0, -1.0, 0.5, 2.0))
+"""Numbers that are equal to one that was read by chance."""
+
+_GETTERS = frozenset((".data", ".real", ".imag", ".T", ".mT", ".H", ".mH"))
+_QUIET = frozenset(
+    ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__")
+    + ("__format__", "__bool__", "__hash__", "requires_grad_", "get_device", "is_contiguous")
+)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() or is_wrapper(tensor) else tensor._version
+
+
+def _why_off(inside: str) -> str:
+    if torch.is_inference_mode_enabled():
+        return "inference_mode"
+    return "" if torch.is_grad_enabled() else inside or "no_grad"
+
+
+def _numbers(call: Any) -> Iterator[float]:
+    """The Python numbers among the arguments of a call."""
+    if isinstance(call, float):
+        yield call
+    elif isinstance(call, (tuple, list)):
+        for each in call:
+            yield from _numbers(each)
+    elif isinstance(call, dict):
+        yield from _numbers(list(call.values()))

@@ -1,0 +1,160 @@
+"""Parameters that the gradient does not reach: where the graph is cut, by the forward record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord, Operation
+from gradtrace.diagnosis.result import Reason, SilentParameter
+
+ADVICE = {
+    Reason.NEVER_CALLED: "call the module in forward, or remove it (requires_grad_(False) if it is "
+    "meant to rest).",
+    Reason.UNUSED: "use the parameter in forward, or remove it.",
+    Reason.REPLACED: "forward assigns a new tensor to this name; the optimiser still holds the old "
+    "one. Change values under torch.no_grad() with copy_(), or compute a new tensor of the "
+    "parameter and keep that in a local variable.",
+    Reason.NO_GRAD: "run this part with gradients on: take it out of torch.no_grad(); if it is "
+    "meant to be frozen, say so with requires_grad_(False). (For a distribution: rsample().)",
+    Reason.INFERENCE: "run this part outside torch.inference_mode(); if it is meant to be frozen, "
+    "say so with requires_grad_(False).",
+    Reason.DETACHED: "replace the operation by one with a derivative: softmax or Gumbel-softmax "
+    "for argmax, sigmoid for a comparison, a straight-through estimator for integers.",
+    Reason.UNREACHED: "add what is computed from it to the loss, or remove it; check that forward "
+    "returns the value that you mean.",
+    Reason.CHECKPOINT: "pass use_reentrant=False to torch.utils.checkpoint.checkpoint.",
+    Reason.FUNCTION: "return a gradient for this argument from the function's backward.",
+    Reason.CUT: "look for detach(), no_grad and values that are not returned between this module "
+    "and the loss.",
+}
+"""What to do about each reason that no gradient arrives."""
+
+_LEAVE_OUT = "leave it out; if the part is meant to be frozen, say so with requires_grad_(False)."
+_IN_TORCH = "compute with tensors: the functions of torch that do the same have a derivative."
+INSTEAD = {
+    **dict.fromkeys(("detach", "detach_", ".data", "tensor", "new_tensor"), _LEAVE_OUT),
+    **dict.fromkeys(("numpy", "__array__", "item", "tolist", "__float__"), _IN_TORCH),
+}
+"""What to do about operators that detach."""
+
+ENTRIES = frozenset(("numpy", "__array__", "tolist", "__dlpack__"))
+"""Exits whose numbers usually come back, changed, as another tensor."""
+
+NAMES = {"__array__": "NumPy", "numpy": "NumPy", "__float__": "float()", "__int__": "int()"}
+
+
+@dataclass(eq=False)
+class CutFinder:
+    """Finds why parameters and loss are not connected.
+
+    ``roots`` are the values that the loss is (or may have been made of), ``graph`` the sequence
+    numbers of the nodes behind it, ``called`` the modules that were called.
+    """
+
+    record: ForwardRecord
+    roots: set[int]
+    graph: set[int]
+    called: set[str]
+
+    @cached_property
+    def _above(self) -> set[int]:
+        return self.record.above(self.roots)
+
+    def cause(self, name: str, parameter: Tensor, replaced: bool) -> SilentParameter | None:
+        """Why a parameter gets no gradient; None if a reentrant checkpoint gives it one."""
+        module = name.rpartition(".")[0]
+        values = self.record.values(parameter)
+        uses = [op for op in self.record.uses(values) if not set(op.outputs) <= set(values)]
+        below = self.record.below(values)
+        reaches = not self.roots.isdisjoint(below)
+        if replaced and not uses:
+            return SilentParameter(name, module, Reason.REPLACED)
+        if module not in self.called and not reaches and not any(op.inside for op in uses):
+            return SilentParameter(name, module, Reason.NEVER_CALLED)
+        if not uses:
+            return SilentParameter(name, module, Reason.UNUSED)
+        if self._carried(values):
+            return None
+        if not reaches:
+            return self._unreached(name, module, below)
+        on_path = [
+            operation
+            for operation in self.record.uses(below & self._above)
+            if not self._above.isdisjoint(operation.outputs)
+        ]
+        found = next((each for each in on_path if each.cuts(self._above)), None)
+        if found is None:
+            inner = next((each for each in on_path if each.off), on_path[-1] if on_path else None)
+            return _blamed(name, module, Reason.FUNCTION, inner)
+        return _blamed(name, module, _reason(found), found)
+
+    def _carried(self, values: Iterable[int]) -> bool:
+        """Whether a reentrant checkpoint of the loss's graph uses one of the values."""
+        inside = set(values)
+        stack = list(inside)
+        while stack:
+            for operation in self.record.uses((stack.pop(),)):
+                if operation.off == "checkpoint":
+                    stack += [each for each in operation.outputs if each not in inside]
+                    inside.update(operation.outputs)
+        return any(self.record.wrapped.get(each) in self.graph for each in inside)
+
+    def _unreached(self, name: str, module: str, below: Iterable[int]) -> SilentParameter:
+        """The reason where not even detached values lead to the loss."""
+        uses = self.record.uses(below)
+        exits = [operation for operation in uses if operation.name in EXITS]
+        ends = [each for each in uses if not self.record.uses(each.outputs)]
+        read = [op for op in exits if op.name in ENTRIES or (op.inside and op in ends)]
+        if read:
+            return _blamed(name, module, Reason.DETACHED, read[0])
+        also = f"; its values are read by {_shown(exits[0])}, {exits[0].line}" if exits else ""
+        last = uses[-1]
+        evidence = f"Nothing that is computed from it is part of the loss{also}; it is last used by"
+        return SilentParameter(
+            name,
+            module,
+            Reason.UNREACHED,
+            str(last.line or ""),
+            last.name,
+            f"{evidence} {_shown(last)}.",
+        )
+
+
+def _reason(operation: Operation) -> Reason:
+    by_mode = {
+        "no_grad": Reason.NO_GRAD,
+        "inference_mode": Reason.INFERENCE,
+        "checkpoint": Reason.CHECKPOINT,
+        "function": Reason.FUNCTION,
+    }
+    return by_mode.get(operation.off, Reason.DETACHED)
+
+
+def _shown(operation: Operation) -> str:
+    name = NAMES.get(operation.name, operation.name.strip("_") + "()")
+    name = operation.name if operation.name.startswith(".") else name
+    return f"{name} in '{operation.module}'" if operation.module else name
+
+
+def _blamed(name: str, module: str, reason: Reason, operation: Operation | None) -> SilentParameter:
+    if operation is None:
+        return SilentParameter(name, module, reason)
+    said = {
+        Reason.NO_GRAD: f"Gradients were turned off here; the first operation without a graph is "
+        f"{_shown(operation)}, {operation.where.line}.",
+        Reason.INFERENCE: f"{_shown(operation)} ran in inference mode.",
+        Reason.CHECKPOINT: f"{_shown(operation)} ran inside a reentrant checkpoint, none of whose "
+        "inputs requires grad.",
+        Reason.FUNCTION: f"{_shown(operation)} ran inside a torch.autograd.Function, which handed "
+        "back no gradient.",
+        Reason.DETACHED: f"{_shown(operation)} reads its numbers into Python, where no gradient "
+        "follows them."
+        if operation.name in EXITS
+        else f"The input of {_shown(operation)} requires grad, its output does not.",
+    }
+    line = str(operation.line or "")
+    return SilentParameter(name, module, reason, line, operation.name, said.get(reason, ""))

@@ -1,0 +1,82 @@
+"""The line of the user's code that runs an operation, found on the stack of calls."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch
+
+
+class SourceLine(NamedTuple):
+    """A line of a file; as text ``train.py:41: h = self.encoder(x).detach()``."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        code = linecache.getline(self.file, self.number).strip()
+        place = f"{Path(self.file).name}:{self.number}"
+        return f"{place}: {code}" if code else place
+
+
+USER, LIBRARY, FUNCTION, CHECKPOINT = range(4)
+"""Kinds of frames: the user's code, a library's, ``Function.apply``, a reentrant checkpoint."""
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parents[1])
+_LIBRARIES = (_TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+_KINDS: dict[CodeType, int] = {}
+
+
+def _kind(code: CodeType) -> int:
+    file = code.co_filename
+    if file.startswith(_TORCH):
+        if code.co_name == "forward" and file.endswith("checkpoint.py"):
+            return CHECKPOINT
+        return FUNCTION if code.co_name == "apply" and file.endswith("function.py") else LIBRARY
+    if file.startswith(_OWN):
+        return USER if "experiments" in file[len(_OWN) :] else LIBRARY
+    outside = file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
+    return LIBRARY if outside else USER
+
+
+class Place(NamedTuple):
+    """Where an operation runs: the user's line (of the library that calls PyTorch, if no code of
+    the user's does), and inside which custom function (``""``, ``"function"``, ``"checkpoint"``).
+    """
+
+    line: SourceLine | None
+    inside: str
+
+
+def place(frame: FrameType | None = None) -> Place:
+    """The innermost line outside PyTorch, installed packages and gradtrace.
+
+    >>> place().inside
+    ''
+    """
+    at = frame or sys._getframe(1)
+    mine: SourceLine | None = None
+    other: SourceLine | None = None
+    inside = ""
+    step: FrameType | None = at
+    while step is not None:
+        code = step.f_code
+        kind = _KINDS.get(code)
+        if kind is None:
+            kind = _KINDS[code] = _kind(code)
+        if kind == USER:
+            mine = mine or SourceLine(code.co_filename, step.f_lineno)
+        elif kind == CHECKPOINT:
+            inside = "checkpoint"
+        elif kind == FUNCTION:
+            inside = inside or "function"
+        elif other is None and not code.co_filename.startswith((_TORCH, _OWN)):
+            other = SourceLine(code.co_filename, step.f_lineno)
+        step = step.f_back
+    return Place(mine or other, inside)

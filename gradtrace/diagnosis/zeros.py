@@ -1,0 +1,172 @@
+"""Parameters whose gradient is 0 everywhere: which operator made it so, and why."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from gradtrace.autodiff.nodes import Node, name_of, sequence_of
+from gradtrace.diagnosis.backward_sizes import BackwardSizes
+from gradtrace.diagnosis.forward_record import ForwardRecord, Operation
+from gradtrace.diagnosis.result import Reason, SilentParameter
+from gradtrace.flow.tuning import UNDERFLOW_FACTOR
+
+FACTORS = {"Addmm": (1, 2), "Baddbmm": (1, 2), "Addbmm": (1, 2), "Addmv": (1, 2)}
+"""Which arguments are multiplied, of products that also add one; of others the first two."""
+
+KINDS = {
+    Reason.ZERO_FACTOR: "Mul Div Mm Bmm Mv Dot Addmm Baddbmm Addbmm Addmv Addcmul Addcdiv "
+    "Convolution Linear Mkldnn NativeDropout Prod",
+    Reason.DEAD_RELU: "Relu Threshold ClampMin",
+    Reason.SATURATED: "Sigmoid Tanh Softmax LogSoftmax SafeSoftmax Gelu Silu Mish Elu Softplus Erf "
+    "Hardtanh Hardsigmoid Hardswish Clamp ClampMax LogSigmoid LogSigmoidForward Exp Softsign "
+    "BinaryCrossEntropy BinaryCrossEntropyWithLogits NativeLayerNorm NativeBatchNorm LeakyRelu",
+    Reason.NOT_SELECTED: "Where MaskedFill MaskedSelect MaskedScatter Index IndexSelect Gather "
+    "Select Slice Narrow Split Unbind Maximum Minimum Max Min MaxPool Topk Sort Embedding NllLoss "
+    "AsStrided CopySlices IndexPut Diagonal",
+}
+"""Operators by what it means that they make a gradient 0; of all others the derivative is 0."""
+
+BY_NAME = {name: reason for reason, names in KINDS.items() for name in names.split()}
+
+ADVICE = {
+    Reason.ZERO_FACTOR: "find the factor that is 0 (a mask, a coefficient, weights that begin at 0 "
+    "and are not trained) and change it.",
+    Reason.DEAD_RELU: "a smaller learning rate, another initialisation (He), inputs that are "
+    "normalised, or a leaky slope bring it back.",
+    Reason.SATURATED: "keep the inputs small: normalise them, scale the weights down, or use a "
+    "loss that takes logits.",
+    Reason.FLAT: "the operator's derivative is 0 everywhere; use a smooth one, or a "
+    "straight-through estimator: x + (x.round() - x).detach().",
+    Reason.NOT_SELECTED: "check the mask, index or condition: it leaves out all that this part "
+    "computes.",
+    Reason.NO_SAMPLES: "in one batch this may be chance; if it goes on, look at what hands out the "
+    "samples: a router's bias, a mask, a condition.",
+    Reason.UNDERFLOW: "scale the loss (torch.amp.GradScaler), or use bfloat16, whose range is that "
+    "of float32.",
+    Reason.CANCELLED: "usually none: what reaches it adds up to 0.",
+}
+"""What to do about each reason that the gradient is 0."""
+
+
+def kind_of(node: Node) -> str:
+    """``Addmm`` for ``AddmmBackward0``."""
+    return re.sub(r"Backward\d*$", "", name_of(node))
+
+
+@dataclass(eq=False)
+class ZeroFinder:
+    """Finds the operators that a gradient reaches and does not leave."""
+
+    sizes: BackwardSizes
+    record: ForwardRecord | None
+    modules: dict[Node, str]
+
+    def cause(self, name: str, leaf: Node) -> SilentParameter:
+        """Why the gradient of a leaf is 0 everywhere."""
+        found = self._killers(leaf)
+        module = name.rpartition(".")[0]
+        if not found:
+            return SilentParameter(name, module, Reason.CANCELLED, severity="note")
+        node, child = found[0]
+        operation = None if self.record is None else self.record.of_node(sequence_of(node))
+        reason = self._reason(node, child)
+        if reason is Reason.SATURATED and operation is not None and self._is_nothing(operation):
+            reason = Reason.DEAD_RELU  # a clamp at 0
+        line = "" if operation is None or operation.where.line is None else operation.where.line
+        return SilentParameter(
+            name,
+            module,
+            reason,
+            str(line),
+            name_of(node),
+            self._evidence(node, reason, operation),
+            self._severity(node, child, reason),
+        )
+
+    def _is_nothing(self, operation: Operation) -> bool:
+        """Whether an operation gave nothing but zeros."""
+        extents = self.record.extents if self.record is not None else {}
+        return any(extents[value].zero for value in operation.outputs if value in extents)
+
+    def _severity(self, node: Node, child: Node, reason: Reason) -> str:
+        """An error, unless the other factor of a product is the cause: a note if that is trained,
+        and so leaves 0 at the first step, a warning if it gets no gradient either.
+        """
+        if reason is Reason.CANCELLED:
+            return "note"
+        if reason is Reason.NO_SAMPLES:
+            return "warning"
+        others = [each for each in self._factors(node) if each is not None and each is not child]
+        moving = [each for each in others if not self.sizes.is_zero(each)]
+        if reason is not Reason.ZERO_FACTOR or not moving:
+            return "error"
+        leaves = self.sizes.below(moving)
+        return "note" if any(not self.sizes.is_zero(leaf) for leaf in leaves) else "warning"
+
+    def _killers(self, leaf: Node) -> list[tuple[Node, Node]]:
+        """Pairs (node, argument): more than zeros reached the node, and nothing the argument."""
+        found: list[tuple[Node, Node]] = []
+        seen, stack = {leaf}, [leaf]
+        while stack:
+            child = stack.pop()
+            for node in self.sizes.users.get(child, ()):
+                if node not in self.sizes.size:
+                    continue
+                if not self.sizes.is_zero(node):
+                    found.append((node, child))
+                elif node not in seen:
+                    seen.add(node)
+                    stack.append(node)
+        return sorted(found, key=lambda pair: sequence_of(pair[0]) or 0)
+
+    def _reason(self, node: Node, child: Node) -> Reason:
+        kind = kind_of(node)
+        if node in self.sizes.empty:
+            return Reason.NO_SAMPLES
+        if self._faint(node, child):
+            return Reason.UNDERFLOW
+        reason = next((r for n, r in BY_NAME.items() if re.fullmatch(rf"{n}\d*[dD]?", kind)), None)
+        if reason is None:
+            reason = Reason.ZERO_FACTOR if kind.startswith("Mkldnn") else Reason.FLAT
+        if reason is Reason.ZERO_FACTOR and not self._is_factor(node, child):
+            return Reason.CANCELLED  # the summand of a product with a bias
+        return Reason.CANCELLED if kind in ("Sum", "Expand", "Add", "Sub", "View") else reason
+
+    def _factors(self, node: Node) -> tuple[Node | None, ...]:
+        edges = [child for child, _ in self.sizes.edges[node]]
+        return tuple(edges[k] for k in FACTORS.get(kind_of(node), (0, 1)) if k < len(edges))
+
+    def _is_factor(self, node: Node, child: Node) -> bool:
+        return any(each is child for each in self._factors(node))
+
+    def _faint(self, node: Node, child: Node) -> bool:
+        """Whether what reached the node was near the smallest float of the argument's dtype."""
+        reached = [*self.sizes.size.get(child, ()), *self.sizes.size[node]]
+        least = max((_smallest(each.dtype) for each in reached), default=0.0)
+        return self.sizes.largest(node) < least * UNDERFLOW_FACTOR
+
+    def _evidence(self, node: Node, reason: Reason, operation: Operation | None) -> str:
+        module = self.modules.get(node, "")
+        where = f"{name_of(node)}{f' (in {module!r})' if module else ''}"
+        if reason is Reason.NO_SAMPLES:
+            return f"{where} was run on an empty tensor: nothing was handed to this part."
+        reached = f"A gradient of up to {self.sizes.largest(node):.2g} reaches {where}"
+        ranges = ""
+        if operation is not None and self.record is not None:
+            extents = [self.record.extents.get(value) for value in operation.inputs]
+            known = [each for each in extents if each is not None]
+            if reason is Reason.ZERO_FACTOR:
+                zero = [each for each in known if each.zero]
+                ranges = f", of whose inputs {len(zero)} is exactly 0 everywhere" if zero else ""
+            elif known:
+                ranges = f", whose input lies in {known[0]}"
+        return f"{reached}{ranges}, and it hands on exactly 0."
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """The smallest positive float of a dtype."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal * info.eps)

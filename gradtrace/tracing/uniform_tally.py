@@ -1,0 +1,115 @@
+"""Counts the leaves of a network without branches, whose plan need not be executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradtrace.ir.passes.uniform_leaves import Contribution, UniformLeaf
+from gradtrace.ir.program import Constants, Program
+from gradtrace.kernels import backend_of
+from gradtrace.kernels.operands import GroupRequest, GroupSums, Whole
+from gradtrace.tracing.aggregate import HOST, Counts, ListedGroups, Reach, own_elements
+from gradtrace.tracing.executor import known_gradients
+from gradtrace.tracing.provenance import ProvenanceTable, words_of
+from gradtrace.tracing.traced_value import PendingContribution, cancelled
+
+
+class UniformTally(NamedTuple):
+    """The leaves of a plan whose provenance is known beforehand (``passes.uniform_leaves``), and
+    what ``Backend.group_sums`` is asked for but the counts. It holds no tensor of a program, and
+    serves all of its structure.
+    """
+
+    root: int
+    leaves: Sequence[UniformLeaf]
+    places: list[int]  # of each among the leaves of a program
+    sizes: Whole
+    request: GroupRequest
+    through: bool  # whether a path passes all components that it could pass
+    own: list[int]  # the number of elements that belong to each component
+
+    @classmethod
+    def of(
+        cls,
+        leaves: Sequence[UniformLeaf],
+        program: Program,
+        names: Mapping[int, str],
+        reach: Reach,
+        bits: list[int],
+    ) -> UniformTally:
+        """``names`` of leaves are by value; ``bits`` are those of each component."""
+        place = {leaf.value: n for n, leaf in enumerate(program.leaves)}
+        places = [place[leaf.value] for leaf in leaves]
+        sizes = [program.leaves[n].tensor.numel() for n in places]
+        counts = torch.zeros(len(leaves), dtype=torch.int64, device=HOST)
+        found = [
+            Counts(counts, counts.double(), ProvenanceTable().rows, leaf.bits, 0, 0, n, 1)
+            for n, leaf in enumerate(leaves)
+        ]
+        totals = np.array(sizes, dtype=float)
+        starts = range(len(leaves))
+        request = ListedGroups(found).request(starts, 1, reach, places, totals, bits)
+        passed = words_of([leaf.bits | 1 for leaf in leaves], 0, reach.words.shape[1])
+        through = np.array_equal(passed, reach.words[places])
+        if through:  # then they need not be summed twice
+            request = request._replace(extra=np.zeros((len(leaves), 1), np.uint64))
+        own = own_elements([names[leaf.value] for leaf in leaves], places, sizes, reach, len(bits))
+        return cls(program.root, leaves, places, np.array(sizes, np.int64), request, through, own)
+
+    def counted(self, constants: Constants) -> GroupSums:
+        """The sums of a program's leaves, by component."""
+        known, host, many = known_gradients(constants), backend_of(HOST), len(self.leaves)
+        known[self.root] = constants.seed
+        counts, sums = np.zeros(many, np.int64), np.zeros(many)
+        together: dict[int, Tensor] = {}
+        for n, (leaf, place) in enumerate(zip(self.leaves, self.places)):
+            gradient = known.get(leaf.value)
+            if gradient is None:
+                gradient = constants.leaves[place].compute()  # one at a time: these are large
+            elif backend_of(gradient) is host:
+                together[n] = gradient
+                continue
+            number, total = map(Tensor.item, backend_of(gradient).measure(gradient))
+            if number < gradient.numel() and leaf.part is not None:
+                number += _count_cancelled(leaf.part, gradient, known, constants)
+            counts[n], sums[n] = number, total
+        if together:
+            found = host.measure_many([*together.values()])
+            counts[[*together]], sums[[*together]] = (each.numpy() for each in found)
+        short = set(np.flatnonzero(counts < self.sizes).tolist())
+        for n, more in self._cancelled(short & together.keys(), known, constants):
+            counts[n] += more
+        summed = host.group_sums(self.request, torch.from_numpy(counts), torch.from_numpy(sums))
+        return summed._replace(through=summed.eligible) if self.through else summed
+
+    def _cancelled(
+        self, short: set[int], known: dict[int, Tensor], constants: Constants
+    ) -> Iterator[tuple[int, int]]:
+        """Of these leaves, the number of elements that are 0 but have a path."""
+        parts = {n: part for n in short if (part := self.leaves[n].part) is not None}
+        host, used = backend_of(HOST), {part.value for part in parts.values()}
+        values = [value for value in used if backend_of(known[value]) is host]
+        zero: set[int] = set()
+        if values:
+            found = host.measure_many([known[value] for value in values])[0].tolist()
+            zero = {value for value, count in zip(values, found) if not count}
+        for n, part in parts.items():
+            if part.value not in zero:  # else all contributions are 0
+                yield n, _count_cancelled(part, known[self.leaves[n].value], known, constants)
+
+
+def _count_cancelled(
+    part: Contribution, gradient: Tensor, known: dict[int, Tensor], constants: Constants
+) -> int:
+    """The number of elements that are 0 though a contribution is not."""
+    maps, x = constants.maps, known[part.value]
+    for at in part.before:
+        x = maps[at].apply(x)
+    pending = PendingContribution(maps[part.map], x, tuple([maps[at] for at in part.moves]))
+    found = cancelled((pending,), gradient)
+    return 0 if found is None else int(found.sum())

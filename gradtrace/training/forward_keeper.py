@@ -1,0 +1,167 @@
+"""Keeps what a forward pass of a training loop began with, so that it can be run again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradtrace.autodiff.pass_scope import backward_runs
+from gradtrace.pytorch.module_calls import Listener
+from gradtrace.pytorch.random_state import RandomState, cuda_devices
+from gradtrace.pytorch.wrapped_modules import join, named_modules
+from gradtrace.training.tuning import MAX_KEPT_CALLS
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class Call(NamedTuple):
+    """The arguments of a call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What a forward pass began with. Arguments and outputs are references, not copies."""
+
+    random: RandomState
+    autocast: dict[str, torch.dtype]  # by device, where it was on
+    buffers: dict[str, Tensor]  # those that forward passes change, as they were
+    calls: list[Call] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """The first dimension of the first argument that is a tensor; 0 if there is none."""
+        for args, kwargs in self.calls[:1]:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, Tensor) and value.dim():
+                    return value.shape[0]
+        return 0
+
+
+class _Reruns(threading.local):
+    running = False
+
+
+_RERUNS = _Reruns()
+
+
+def rerun_is_running() -> bool:
+    """Whether forward passes of this thread are those of ``rerunning``."""
+    return _RERUNS.running
+
+
+@contextmanager
+def rerunning() -> Iterator[None]:
+    """Within, Monitors take no notice of forward passes."""
+    before, _RERUNS.running = _RERUNS.running, True
+    try:
+        yield
+    finally:
+        _RERUNS.running = before
+
+
+class ForwardKeeper(Listener):
+    """Keeps the random state, the autocast and the buffers at the beginning of a forward pass of a
+    model whose calls it listens to, and the arguments of the model's calls, until ``take``.
+
+    Of the buffers those are copied that passes have been seen to change (in the first pass all):
+    most never do. Which these are is looked up after the 1st, 2nd, 4th, 8th, ... pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._devices = cuda_devices(model)
+        self._kept: Kept | None = None
+        self._depth = 0
+        self._homes = dict(_buffer_homes(model))  # of the buffers to copy: at first all
+        self._versions = _versions(model)
+        self._passes = 0
+
+    def begin(self) -> None:
+        """A step begins, if the model has not been called yet."""
+        if self._kept is None:
+            self._kept = self._now()
+
+    def _now(self) -> Kept:
+        autocast = {}
+        for kind in AUTOCAST_DEVICES if self._devices else AUTOCAST_DEVICES[:1]:
+            if torch.is_autocast_enabled(kind):
+                autocast[kind] = torch.get_autocast_dtype(kind)
+        buffers = self._copied() if self._homes else {}
+        return Kept(RandomState.now(self._devices), autocast, buffers)
+
+    def _copied(self) -> dict[str, Tensor]:
+        buffers = {}
+        with torch.no_grad():
+            for name, (module, key) in self._homes.items():
+                if (buffer := module._buffers.get(key)) is not None:
+                    buffers[name] = buffer.clone()
+        return buffers
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """The model is called."""
+        if not torch.is_grad_enabled() or _RERUNS.running or backward_runs():
+            return False
+        if not self._depth:
+            self.begin()
+            kept = self._kept
+            if kept is not None and len(kept.calls) < MAX_KEPT_CALLS:
+                kept.calls.append(Call(args, dict(kwargs)))
+        self._depth += 1
+        return True
+
+    def leave(self, entered: bool, result: Any) -> None:
+        """The call has ended."""
+        if entered and self._depth:
+            self._depth -= 1
+            if not self._depth and self._kept is not None:
+                self._kept.outputs.append(result)
+
+    def take(self) -> Kept | None:
+        """What was kept since the last call; None if the model was not called."""
+        found, self._kept, self._depth = self._kept, None, 0
+        if found is not None:
+            self._passes += 1
+            if not self._passes & (self._passes - 1):  # the 1st, 2nd, 4th, 8th, ...
+                self._note_changes()
+        return found
+
+    def _note_changes(self) -> None:
+        """Find the buffers that passes have changed so far."""
+        now = _versions(self.model)
+        changed = {name for name, version in now.items() if self._versions.get(name) != version}
+        known = set() if self._passes == 1 else set(self._homes)
+        homes = _buffer_homes(self.model)
+        self._homes = {name: home for name, home in homes if name in known | changed}
+        self._versions = now
+
+
+def _buffer_homes(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """The module of each buffer and its name there, by the buffer's full name."""
+    for name, module in named_modules(model):
+        for key in module._buffers:
+            yield join(name, key), (module, key)
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every buffer under each of its names, as without wrappers."""
+    for name, (module, key) in _buffer_homes(model):
+        if (buffer := module._buffers[key]) is not None:
+            yield name, buffer
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """What changes when a buffer is replaced or written to."""
+    return {
+        name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
+        for name, buffer in named_buffers(model)
+    }

@@ -1,0 +1,394 @@
+"""Triggers of a ``Monitor``: steps that go wrong are run again before the optimiser moves."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import inf, isfinite, isinf
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradtrace.diagnosis.forward_record import extent_of
+from gradtrace.errors import GradtraceError, caution, not_one_of
+from gradtrace.pytorch.module_calls import listen
+from gradtrace.pytorch.nested import tensors_in
+from gradtrace.pytorch.wrapped_modules import named_modules, named_parameters
+from gradtrace.training import tuning
+from gradtrace.training.forward_keeper import ForwardKeeper, Kept, named_buffers
+from gradtrace.training.incident import Incident
+from gradtrace.training.rerun import Beginning, LossOf, Rerun, outputs_in, seeds_of, stand_in
+from gradtrace.training.sampled_watch import SampledWatch
+from gradtrace.training.spike_rule import SpikeRule
+from gradtrace.training.step_tracer import loss_value
+
+SPIKE, NONFINITE = "spike", "nonfinite"
+TRIGGERS = (SPIKE, NONFINITE)
+NO_BATCH = object()
+"""Stands for no batch: None may be one."""
+
+SHOWN_TENSORS = 4
+WHY = (
+    "it depends on more than batch, weights and random numbers (a compiled model's kernels, numbers"
+    " drawn before the model was called: call monitor.begin() before them)."
+)
+AFTER = (
+    "The model's outputs are finite: the loss is made of them by code that could not be run again."
+    " Pass it: monitor.step(loss, rerun=loss_of, batch=(x, y))."
+)
+
+
+@dataclass(eq=False)
+class Pass:
+    """A backward pass of the loop, with what its forward pass began with."""
+
+    step: int
+    micro: int
+    loss: float
+    scale: float
+    kept: Kept
+    rerun: LossOf | None
+    batch: Any
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """What a Monitor is asked for."""
+
+    wanted: tuple[str, ...]
+    spike: float
+    most_bytes: int
+    file: Path | None
+
+    @classmethod
+    def of(
+        cls,
+        trigger: str | Iterable[str],
+        spike: float,
+        most_bytes: int,
+        file: str | os.PathLike[str] | None,
+    ) -> Trigger:
+        """The arguments of a Monitor, checked."""
+        wanted = (trigger,) if isinstance(trigger, str) else tuple(trigger or ())
+        for each in wanted:
+            if each not in TRIGGERS:
+                raise GradtraceError(not_one_of("trigger", each, TRIGGERS))
+        if not isinstance(spike, (int, float)) or not 0 < spike < inf:
+            raise GradtraceError(
+                "spike is how many standard deviations above the median a loss must be, such as "
+                f"10, not {spike!r}"
+            )
+        if not isinstance(most_bytes, int) or most_bytes < 0:
+            raise GradtraceError(f"incident_bytes is a number of bytes, not {most_bytes!r}")
+        return cls(wanted, spike, most_bytes, None if file is None else Path(file).expanduser())
+
+    def unless_sharded(self, together: str) -> str:
+        """Refuse a model that several processes hold together (``together``: how), if there are
+        triggers.
+        """
+        if self.wanted and together:
+            raise GradtraceError(
+                "trigger= runs a step again on one process, which needs the whole model there, and "
+                "this one is sharded; leave trigger out"
+            )
+        return together
+
+    def looking(
+        self, model: nn.Module, composed: bool | None, rank: int, watched: SampledWatch
+    ) -> Triggers | None:
+        """What looks at the steps of a model; None without triggers."""
+        return Triggers(model, self, composed, rank, watched) if self.wanted else None
+
+
+class Triggers:
+    """Looks at every loss, and at gradients when an optimiser is about to move the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Trigger,
+        composed: bool | None,
+        rank: int,
+        watched: SampledWatch,
+    ) -> None:
+        _refuse_collectives(model)
+        self.model, self.settings = model, settings
+        self._composed, self._rank = composed, rank
+        self._watched = watched  # suspended while a step is run again
+        self._seconds = 0.0  # that incidents took since the last ``look``
+        self.files: list[Path] = []
+        self._keeper = ForwardKeeper(model)
+        self._rule = SpikeRule(settings.spike)
+        self._gradients = SmallGradients(model)
+        self._pending: Pass | None = None  # whose gradient has not been checked
+        self._counts = dict.fromkeys(TRIGGERS, 0)
+        self._lasting = ""  # the trigger of the pass before: what lasts is told once
+        self._gradient_lasting = False
+        self._own: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._stop = [listen(self._keeper, [model])]
+        if NONFINITE in settings.wanted:
+            self._stop.append(_before_optimisers(self))
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._keeper.begin()
+
+    def close(self) -> None:
+        """Stop listening."""
+        while self._stop:
+            self._stop.pop()()
+        self._pending = None
+
+    def look(
+        self, loss: Tensor, scale: Any, at: tuple[int, int], rerun: LossOf | None, batch: Any
+    ) -> float:
+        """Look at the loss of a backward pass: that of ``at`` = (step, number in the step). Returns
+        the seconds that incidents have taken since the last call.
+        """
+        self._look(loss, scale, at, rerun, batch)
+        took, self._seconds = self._seconds, 0.0
+        return took
+
+    def _look(
+        self, loss: Tensor, scale: Any, at: tuple[int, int], rerun: LossOf | None, batch: Any
+    ) -> None:
+        kept = self._keeper.take()
+        if at[1]:  # of the same step as the pass before, so no optimiser has moved
+            self._check_gradients()
+        self._pending = None
+        if kept is None:
+            return
+        scaled = hasattr(scale, "get_scale")
+        by = float(scale.get_scale() if scaled else scale)
+        one = Pass(*at, loss_value(loss) / by, by, kept, rerun, batch)
+        trigger, evidence = self._fired(one)
+        if trigger:
+            self._handle(trigger, "loss", evidence, one, loss)
+        elif isfinite(one.loss) and not (scaled and by != 1):  # a scaler looks at them itself
+            self._pending = one
+        kept.outputs.clear()
+
+    def _fired(self, one: Pass) -> tuple[str, str]:
+        """The trigger that a loss fires, and why; empty if none."""
+        found, said = "", ""
+        if not isfinite(one.loss):
+            found, said = NONFINITE, f"the loss is {one.loss}"
+        elif SPIKE in self.settings.wanted:
+            said = self._rule.exceeded(one.loss, one.kept.size)
+            found = SPIKE if said else ""
+        before, self._lasting = self._lasting, found
+        new = found != before and found in self.settings.wanted
+        return (found, said) if new else ("", "")
+
+    # Gradients -----------------------------------------------------------------------------------
+
+    def before_optimiser(self, optimizer: Optimizer) -> None:
+        """An optimiser is about to step."""
+        if self._pending is None or getattr(optimizer, "found_inf", None) is not None:
+            return
+        own = self._own.get(optimizer)
+        if own is None:
+            mine = {id(each) for each in self.model.parameters()}
+            groups = optimizer.param_groups
+            own = any(id(each) in mine for group in groups for each in group["params"])
+            self._own[optimizer] = own
+        if own:
+            self._check_gradients()
+            self._pending = None
+
+    def _check_gradients(self) -> None:
+        """Whether the gradient of the last pass is finite, as far as small parameters tell."""
+        one = self._pending
+        if one is None or NONFINITE not in self.settings.wanted:
+            return
+        bad = self._gradients.bad()
+        before, self._gradient_lasting = self._gradient_lasting, bool(bad)
+        if bad:
+            self._lasting = NONFINITE  # the next loss will be
+            if not before:
+                evidence = f"the loss is {one.loss:.4g} and the gradient of {bad} is not finite"
+                self._handle(NONFINITE, "gradient", evidence, one, None)
+
+    # Incidents -----------------------------------------------------------------------------------
+
+    def _handle(self, trigger: str, of: str, evidence: str, one: Pass, loss: Tensor | None) -> None:
+        """Run a step again, diagnose it, and write the file. Whatever fails, training goes on."""
+        self._counts[trigger] += 1
+        most = tuning.INCIDENT_FILES
+        if self._counts[trigger] > most:
+            if self._counts[trigger] == most + 1:
+                _tell(one, evidence, f"There are {most} files of {trigger!r}; no more are written")
+            return
+        begun = perf_counter()
+        with self._watched.suspended():
+            self._keep(trigger, of, evidence, one, loss)
+        self._seconds += perf_counter() - begun
+
+    def _keep(self, trigger: str, of: str, evidence: str, one: Pass, loss: Tensor | None) -> None:
+        try:
+            found = self._incident(trigger, of, evidence, one, loss)
+            again = self._run_again(found, one)
+            overflow = isinf(one.loss) and one.scale > 1
+            if overflow and again is not None and isfinite(again.loss):
+                self._counts[trigger] -= 1  # only the scaled loss is infinite: for the scaler
+                return
+            path = self._path(found)
+            found.save(path, self.settings.most_bytes)
+            self.files.append(path)
+            _tell(one, evidence, f"{_headline(found)}. To read it: gradtrace diagnose {path}")
+        except Exception as error:  # nothing that happens here may end a long training run
+            _tell(one, evidence, f"No file was written: {error}; training goes on")
+
+    def _incident(
+        self, trigger: str, of: str, evidence: str, one: Pass, loss: Tensor | None
+    ) -> Incident:
+        kept, results = one.kept, one.kept.outputs
+        seeds, expected = None, one.loss
+        if one.rerun is None and loss is not None and outputs_in(results):
+            seeds = seeds_of(loss, outputs_in(results))
+            expected = loss_value(stand_in(results, seeds))
+        has_batch = one.batch is not NO_BATCH
+        return Incident(
+            one.step,
+            one.micro,
+            self._rank,
+            trigger,
+            of,
+            evidence,
+            one.loss,
+            one.scale,
+            Beginning(kept.random, kept.autocast, self._state(kept), evaluating(self.model)),
+            kept.calls,
+            has_batch,
+            one.batch if has_batch else None,
+            seeds,
+            expected,
+            notes=tuple(ranges([one.batch if has_batch else None, *kept.calls])),
+        )
+
+    def _state(self, kept: Kept) -> dict[str, Tensor]:
+        """Parameters and buffers, each once, as they were when the forward pass began."""
+        now = [*named_parameters(self.model), *named_buffers(self.model)]
+        first = {id(tensor): (name, tensor) for name, tensor in reversed(now)}
+        return {name: kept.buffers.get(name, tensor) for name, tensor in first.values()}
+
+    def _run_again(self, found: Incident, one: Pass) -> Rerun | None:
+        try:
+            again = found.rerun(self.model, one.rerun, composed=self._composed)
+        except Exception as error:
+            found.notes += (f"The step could not be run again: {error}",)
+            return None
+        found.found(again)
+        if one.rerun is None and found.of == "loss" and not isfinite(one.loss):
+            found.notes += (AFTER,) if isfinite(again.loss) else ()
+        elif not again.same:
+            found.notes += (
+                f"In training the loss was {one.loss!r}, run again {again.loss!r}: {WHY}",
+            )
+        return again
+
+    def _path(self, found: Incident) -> Path:
+        base = self.settings.file or Path("gradtrace")
+        rank = f"-rank{found.rank}" if found.rank else ""
+        name = f"{base.stem}-step{found.step}-{found.trigger}{rank}.gradtrace"
+        return base.with_name(name)
+
+
+class SmallGradients:
+    """The gradients of some parameters with few elements (biases, norms, small weights): one in 16
+    of the model's parameters, the first and others evenly behind it.
+
+    What is not finite spreads towards the input, so the first ones tell of nearly all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        every = list(named_parameters(model))
+        small = [
+            (name, each)
+            for name, each in every
+            if each.requires_grad and 0 < each.numel() <= tuning.CHECKED_ELEMENTS
+        ]
+        count = max(1, len(every) // tuning.PARAMETERS_PER_CHECK)
+        small = [(name, each) for name, each in small if each.device == small[0][1].device]
+        self._small = small[:: max(1, -(-len(small) // count))]
+
+    def bad(self) -> str:
+        """The name of the first whose gradient is not finite; empty if none is."""
+        total: Any = None
+        for _, each in self._small:
+            if (grad := each.grad) is not None:
+                total = grad.sum() if total is None else total + grad.sum()
+        if total is None or isfinite(total.item()):
+            return ""
+        for name, each in self._small:  # the sum of finite numbers may be infinite
+            if each.grad is not None and not bool(_values(each.grad).isfinite().all()):
+                return name
+        return ""
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad if grad.layout is torch.strided else grad.coalesce().values()
+
+
+def _before_optimisers(triggers: Triggers) -> Callable[[], None]:
+    """Have ``before_optimiser`` called before every step of an optimiser; a function to stop."""
+    known = weakref.ref(triggers)
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        found = known()
+        if found is not None:
+            found.before_optimiser(optimizer)
+
+    return register_optimizer_step_pre_hook(hook).remove
+
+
+def _refuse_collectives(model: nn.Module) -> None:
+    """Refuse models whose forward pass waits for other processes, which do not run it again."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for name, module in named_modules(model):
+        if isinstance(module, nn.SyncBatchNorm):
+            raise GradtraceError(
+                f"trigger= runs a step again on one process, and '{name}' (SyncBatchNorm) would "
+                "wait for the others; leave trigger out"
+            )
+
+
+def evaluating(model: nn.Module) -> list[str]:
+    """The modules in evaluation mode."""
+    return [name for name, module in named_modules(model) if not module.training]
+
+
+def ranges(values: Iterable[Any]) -> Iterator[str]:
+    """A line on the numbers of each tensor of a batch, of the first few."""
+    seen: dict[int, Tensor] = {id(each): each for each in tensors_in(list(values))}
+    for tensor in list(seen.values())[:SHOWN_TENSORS]:
+        extent = extent_of(tensor)
+        if extent is not None:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            yield f"Of the batch: {kind} of shape {tuple(tensor.shape)}, {extent}."
+
+
+def _headline(found: Incident) -> str:
+    """What the rerun found, in a line."""
+    bad, findings = found.diagnosis.get("nonfinite"), found.diagnosis.get("findings")
+    if bad and bad["operator"]:
+        where = f" in '{bad['module']}'" if bad["module"] else ""
+        return f"It begins with {bad['operator']}{where}: {bad['line']}".rstrip(" :")
+    if findings:
+        return f"Run again: {findings[0]['title']} {findings[0]['line']}".rstrip()
+    if not found.words:
+        return "The step could not be run again"
+    return "It was run again, and nothing else was found"
+
+
+def _tell(one: Pass, evidence: str, more: str) -> None:
+    caution(f"step {one.step:,}: {evidence}. {more}", stacklevel=7)

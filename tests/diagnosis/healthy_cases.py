@@ -1,0 +1,262 @@
+"""Training steps in which nothing is wrong, though much of it looks unusual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from architectures import ARCHITECTURES
+from silent_cases import Net, Step, data, training
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+CASES: dict[str, Callable[[], tuple[nn.Module, Step]]] = {}
+
+
+def healthy(make: Any) -> Any:
+    CASES[make.__name__] = make
+    return make
+
+
+def _transformer(name: str) -> Callable[[], tuple[nn.Module, Step]]:
+    def make() -> tuple[nn.Module, Step]:
+        model, loss = ARCHITECTURES[name]()
+        return model, lambda: loss(model)
+
+    return make
+
+
+for _name in ("gpt2", "bert", "t5", "vit", "mixtral"):
+    CASES[_name] = _transformer(_name)
+
+
+@healthy
+def lstm() -> Any:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lstm = nn.Embedding(20, 6), nn.LSTM(6, 8, 2, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(self.embed(x))[0][:, -1])
+
+    model, x = Recurrent(), torch.randint(20, (4, 7))
+    return model, lambda: F.cross_entropy(model(x), torch.arange(4) % 3)
+
+
+@healthy
+def tied_weights() -> Any:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.embed(x).tanh())
+
+    model, x = Tied(), torch.randint(9, (6,))
+    return model, lambda: F.cross_entropy(model(x), x.roll(1))
+
+
+@healthy
+def frozen_backbone() -> Any:
+    model = Net(torch.relu)
+    model.enc.requires_grad_(False)
+    return training(model)
+
+
+@healthy
+def frozen_backbone_under_no_grad() -> Any:
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                h = self.enc(x)
+            return self.head(h)
+
+    model = Frozen()
+    model.enc.requires_grad_(False)
+    return training(model)
+
+
+@healthy
+def dropout() -> Any:
+    return training(Net(nn.Dropout(0.5)))
+
+
+@healthy
+def checkpoint_without_reentry() -> Any:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.enc, x, use_reentrant=False))
+
+    return training(Checkpointed())
+
+
+@healthy
+def reentrant_checkpoint_with_an_input_that_requires_grad() -> Any:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.enc, x.requires_grad_(), use_reentrant=True))
+
+    return training(Checkpointed())
+
+
+@healthy
+def autocast_to_bfloat16() -> Any:
+    model = Net(torch.tanh)
+    x, y = data()
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(model(x).float(), y)
+
+    return model, step
+
+
+@healthy
+def two_losses() -> Any:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aux = nn.Linear(6, 2)
+
+    model = Two()
+    x, y = data()
+
+    def step() -> Tensor:
+        h = model.enc(x).tanh()
+        return F.cross_entropy(model.head(h), y) + 0.1 * model.aux(h).square().mean()
+
+    return model, step
+
+
+@healthy
+def mixture_of_experts() -> Any:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(4, 3)
+            self.experts = nn.ModuleList(nn.Linear(4, 6) for _ in range(3))
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, chosen = self.router(x).softmax(-1).topk(2)
+            out = x.new_zeros(len(x), 6)
+            for number, expert in enumerate(self.experts):
+                rows, slot = (chosen == number).nonzero(as_tuple=True)
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, slot, None])
+            return self.head(out)
+
+    model, x, y = Mixture(), torch.randn(24, 4), torch.arange(24) % 3
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+@healthy
+def low_rank_adapter() -> Any:
+    class Adapted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 6, bias=False)
+            nn.init.zeros_(self.up.weight)
+            self.enc.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.enc(x) + self.up(self.down(x)))
+
+    return training(Adapted())
+
+
+@healthy
+def residual_branch_that_begins_at_zero() -> Any:
+    class Rezero(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch, self.alpha = nn.Linear(6, 6), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            return self.head(h + self.alpha * self.branch(h).relu())
+
+    return training(Rezero())
+
+
+@healthy
+def straight_through_and_logging() -> Any:
+    class Straight(Net):
+        seen: list[float]
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            self.seen = [h.mean().item(), float(h.detach().std())]
+            with torch.no_grad():
+                self.enc.weight.mul_(1.0)
+            return self.head(h + (h.round() - h).detach())
+
+    return training(Straight())
+
+
+@healthy
+def causal_attention_with_masks() -> Any:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.full((5, 5), float("-inf")).triu(1)
+            return self.head(self.attend(x, x, x, attn_mask=mask)[0])
+
+    model, x = Attention(), torch.randn(2, 5, 8)
+    return model, lambda: F.cross_entropy(model(x).flatten(0, 1), torch.arange(10) % 3)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@healthy
+def custom_function() -> Any:
+    return training(Net(lambda h: Doubled.apply(h)))
+
+
+@healthy
+def batch_norm_and_relu() -> Any:
+    class Normal(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.enc(x)).relu())
+
+    return training(Normal())
+
+
+@healthy
+def momentum_teacher() -> Any:
+    class Student(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Linear(4, 6).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for mine, other in zip(self.teacher.parameters(), self.enc.parameters()):
+                    mine.lerp_(other, 0.1)
+                target = self.teacher(x)
+            return self.head(self.enc(x)).sum() + F.mse_loss(self.enc(x), target)
+
+    model = Student()
+    x, _ = data()
+    return model, lambda: model(x)

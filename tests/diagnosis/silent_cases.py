@@ -1,0 +1,582 @@
+"""Training steps in which parameters get no gradient, each by another mistake.
+
+Each function makes ``(model, step)``; ``step()`` returns the loss. The line to be named ends in
+``# HERE``.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Step = Callable[[], Any]
+
+
+class Case(NamedTuple):
+    make: Callable[[], tuple[nn.Module, Step]]
+    reason: str
+    silent: tuple[str, ...]  # modules whose parameters are silent
+    line: bool  # whether a line is to be named
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(reason: str, *silent: str, line: bool = True) -> Callable[[Any], Any]:
+    def keep(make: Any) -> Any:
+        CASES[make.__name__] = Case(make, reason, silent, line)
+        return make
+
+    return keep
+
+
+class Net(nn.Module):
+    """Two layers; ``between`` is what happens between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        self.enc, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.between(self.enc(x)))
+
+
+def data(rows: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 4), torch.arange(rows) % 3
+
+
+def training(model: nn.Module) -> tuple[nn.Module, Step]:
+    x, y = data()
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+# Detached ----------------------------------------------------------------------------------------
+
+
+@case("output detached", "enc")
+def detach_in_forward() -> Any:
+    class Detaching(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x).detach()  # HERE
+            return self.head(torch.relu(h))
+
+    return training(Detaching())
+
+
+def stop(h: Tensor) -> Tensor:
+    return h.detach()  # HERE
+
+
+@case("output detached", "enc")
+def detach_in_a_helper() -> Any:
+    return training(Net(lambda h: stop(h) * 2))
+
+
+@case("output detached", "enc")
+def data_attribute() -> Any:
+    return training(Net(lambda h: h.data + 1))  # HERE
+
+
+@case("output detached", "enc")
+def numpy_round_trip() -> Any:
+    def between(h: Tensor) -> Tensor:
+        numbers = h.detach().numpy()  # HERE
+        return torch.from_numpy(np.tanh(numbers))
+
+    return training(Net(between))
+
+
+@case("output detached", "enc")
+def tensor_copies() -> Any:
+    def between(h: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.tensor(h)  # HERE
+
+    return training(Net(between))
+
+
+@case("output detached", "gate")
+def item_as_a_scale() -> Any:
+    class Gated(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.gate(x).sigmoid().mean().item()  # HERE
+            return self.head(self.enc(x) * scale)
+
+    return training(Gated())
+
+
+@case("output detached", "enc", "head")
+def loss_made_of_a_number() -> Any:
+    model = Net()
+    x, y = data()
+
+    def step() -> Tensor:
+        return torch.tensor(F.cross_entropy(model(x), y).item(), requires_grad=True)  # HERE
+
+    return model, step
+
+
+@case("output detached", "enc", "head")
+def accuracy_as_loss() -> Any:
+    model = Net()
+    x, y = data()
+
+    def step() -> Tensor:
+        guess = model(x).argmax(-1)  # HERE
+        return (guess != y).float().mean().requires_grad_()
+
+    return model, step
+
+
+@case("output detached", "enc")
+def argmax_into_an_embedding() -> Any:
+    class Quantised(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes = nn.Embedding(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.codes(self.enc(x).argmax(-1)))  # HERE
+
+    return training(Quantised())
+
+
+@case("output detached", "enc")
+def cast_to_integers() -> Any:
+    return training(Net(lambda h: (h * 10).long().float() / 10))  # HERE
+
+
+@case("output detached", "enc")
+def a_comparison() -> Any:
+    return training(Net(lambda h: (h > 0).float()))  # HERE
+
+
+@case("output detached", "")
+def parameter_made_of_data() -> Any:
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = nn.Parameter(self.scale.data * 0.9)  # HERE
+            return self.head(self.enc(x) * self.scale)
+
+    return training(Scaled())
+
+
+@case("output detached", "rnn")
+def hidden_state_of_a_list() -> Any:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRUCell(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.rnn(x).tolist()  # HERE
+            return self.head(torch.tensor(rows))
+
+    return training(Recurrent())
+
+
+@case("output detached", "enc")
+def indices_of_the_largest() -> Any:
+    """Of two outputs, one has a gradient and the other is used."""
+    return training(Net(lambda h: torch.arange(6.0)[h.topk(6).indices]))  # HERE
+
+
+@case("output detached", "enc")
+def detached_in_place() -> Any:
+    return training(Net(lambda h: (h * 2).detach_().requires_grad_()))  # HERE
+
+
+@case("output detached", "enc")
+def copy_of_a_module() -> Any:
+    class Copied(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(copy.deepcopy(self.enc)(x))  # HERE
+
+    return training(Copied())
+
+
+# Without grad mode -------------------------------------------------------------------------------
+
+
+@case("called under no_grad", "enc")
+def no_grad_in_forward() -> Any:
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():  # HERE
+                h = self.enc(x)
+            return self.head(h)
+
+    return training(Frozen())
+
+
+@case("called under no_grad", "enc.0", "enc.1")
+def no_grad_as_a_decorator() -> Any:
+    class Encoder(nn.Sequential):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    class Frozen(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enc = Encoder(nn.Linear(4, 6), nn.LayerNorm(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)  # HERE
+            return self.head(h)
+
+    return training(Frozen())
+
+
+@case("called under no_grad", "enc", "head")
+def evaluation_switch_left_on() -> Any:
+    model = Net()
+    x, y = data()
+
+    def step() -> Tensor:
+        torch.set_grad_enabled(False)  # HERE
+        try:
+            return F.cross_entropy(model(x), y)
+        finally:
+            torch.set_grad_enabled(True)
+
+    return model, step
+
+
+@case("called under inference_mode", "enc")
+def inference_mode_in_forward() -> Any:
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.inference_mode():
+                h = self.enc(x)  # HERE
+            return self.head(h.clone())
+
+    return training(Frozen())
+
+
+@case("called under inference_mode", "enc", "head", line=False)
+def inference_mode_around_the_step() -> Any:
+    model = Net()
+    x, y = data()
+
+    def step() -> Tensor:
+        with torch.inference_mode():
+            return F.cross_entropy(model(x), y)
+
+    return model, step
+
+
+# Not used ----------------------------------------------------------------------------------------
+
+
+@case("module never called", "extra", line=False)
+def layer_left_out() -> Any:
+    class Extra(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(6, 6)
+
+    return training(Extra())
+
+
+@case("module never called", "blocks.2", line=False)
+def off_by_one_in_a_loop() -> Any:
+    class Blocks(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            for k in range(len(self.blocks) - 1):
+                h = h + self.blocks[k](h).tanh()
+            return self.head(h)
+
+    return training(Blocks())
+
+
+@case("not used in the forward pass", "", line=False)
+def forgotten_parameter() -> Any:
+    class Forgotten(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+    return training(Forgotten())
+
+
+@case("replaced in the forward pass", "", line=False)
+def parameter_made_anew() -> Any:
+    class Anew(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = nn.Parameter(torch.full((6,), 0.5))
+            return self.head(self.enc(x) * self.scale)
+
+    return training(Anew())
+
+
+@case("output never reaches the loss", "extra")
+def wrong_variable_returned() -> Any:
+    class Wrong(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            out = h + self.extra(h)  # HERE
+            del out
+            return self.head(h)
+
+    return training(Wrong())
+
+
+@case("output never reaches the loss", "aux")
+def auxiliary_loss_not_added() -> Any:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aux = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            self.aux_loss = self.aux(h).square().mean()  # HERE
+            return self.head(h)
+
+    return training(Two())
+
+
+@case("output never reaches the loss", "enc")
+def loss_of_a_stale_output() -> Any:
+    class Cached(Net):
+        kept = torch.randn(5, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)  # HERE
+            out = self.head(self.kept)
+            self.kept = h
+            return out
+
+    return training(Cached())
+
+
+# Checkpoints and custom functions ----------------------------------------------------------------
+
+
+@case("reentrant checkpoint without an input that requires grad", "enc")
+def reentrant_checkpoint() -> Any:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                h = checkpoint(self.enc, x, use_reentrant=True)  # HERE
+            return self.head(h)
+
+    return training(Checkpointed())
+
+
+@case("reentrant checkpoint without an input that requires grad", "blocks.0", "blocks.1")
+def reentrant_checkpoint_over_a_frozen_embedding() -> Any:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 6).requires_grad_(False)
+            self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for block in self.blocks:
+                    h = checkpoint(block, h, use_reentrant=True)  # HERE
+            return self.head(h)
+
+    model, y = Checkpointed(), torch.tensor([0, 1, 2])
+    return model, lambda: F.cross_entropy(model(torch.tensor([1, 4, 6])), y)
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()  # HERE
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@case("custom function returns no gradient", "enc")
+def function_without_gradient() -> Any:
+    return training(Net(lambda h: Rounded.apply(h)))
+
+
+# Gradients of exactly zero -----------------------------------------------------------------------
+
+
+@case("multiplied by zero", "aux")
+def loss_weight_of_zero() -> Any:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aux = nn.Linear(6, 1)
+
+    model = Two()
+    x, y = data()
+
+    def step() -> Tensor:
+        h = model.enc(x)
+        aux = model.aux(h).square().mean()
+        return F.cross_entropy(model.head(h), y) + 0.0 * aux  # HERE
+
+    return model, step
+
+
+@case("multiplied by zero", "enc")
+def mask_of_zeros() -> Any:
+    class Masked(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.enc(x) * self.mask + x.sum())  # HERE
+
+    return training(Masked())
+
+
+@case("dead ReLU", "enc")
+def negative_bias() -> Any:
+    class Dead(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.enc(x)))  # HERE
+
+    model = Dead()
+    nn.init.constant_(model.enc.bias, -50.0)
+    return training(model)
+
+
+@case("dead ReLU", "enc")
+def clamped_at_zero() -> Any:
+    model = Net(lambda h: (h - 40).clamp(min=0))  # HERE
+    return training(model)
+
+
+@case("saturated", "enc")
+def saturated_sigmoid() -> Any:
+    return training(Net(lambda h: torch.sigmoid(h * 1e4 + 1e5)))  # HERE
+
+
+@case("saturated", "enc")
+def softmax_in_float16() -> Any:
+    def between(h: Tensor) -> Tensor:
+        shifted = h * 0.01 + torch.tensor([0.0, 60, 0, 0, 0, 0])
+        return torch.softmax(shifted.half(), -1).float()  # HERE
+
+    return training(Net(between))
+
+
+@case("saturated", "enc")
+def clamp_outside_its_range() -> Any:
+    return training(Net(lambda h: torch.clamp(h + 100, -1, 1)))  # HERE
+
+
+@case("derivative is zero", "enc")
+def rounding() -> Any:
+    return training(Net(lambda h: torch.round(h * 4) / 4))  # HERE
+
+
+@case("derivative is zero", "enc")
+def sign() -> Any:
+    return training(Net(lambda h: torch.sign(h)))  # HERE
+
+
+@case("not selected", "other")
+def condition_that_is_never_true() -> Any:
+    class Where(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            return self.head(torch.where(h > 1e6, self.other(x), h))  # HERE
+
+    return training(Where())
+
+
+@case("not selected", "enc")
+def everything_masked() -> Any:
+    def between(h: Tensor) -> Tensor:
+        return h.masked_fill(torch.ones_like(h, dtype=torch.bool), 0.5)  # HERE
+
+    return training(Net(between))
+
+
+@case("underflow", "enc")
+def float16_without_a_scale() -> Any:
+    class Half(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x).half()
+            return self.head(h.float()) * 1e-6  # HERE
+
+    model = Half()
+    x, _ = data()
+    return model, lambda: model(x).mean() * 1e-4
+
+
+class Routed(nn.Module):
+    """Experts by index; ``chosen`` says which row goes to which."""
+
+    def __init__(self, chosen: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.chosen = chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, chosen = torch.zeros_like(x), self.chosen(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().squeeze(1)
+            out = out.index_add(0, rows, expert(x[rows]))  # HERE
+        return self.head(out)
+
+
+@case("got no samples", "experts.2")
+def expert_that_is_never_chosen() -> Any:
+    return training(Routed(lambda x: torch.arange(len(x)) % 2))
+
+
+@case("got no samples", "enc")
+def boolean_mask_without_a_hit() -> Any:
+    model = Net()
+    x, y = data()
+
+    def step() -> Tensor:
+        few = x[x[:, 0] > 1e6]
+        h = model.enc(few)  # HERE
+        return F.cross_entropy(model.head(torch.ones(5, 6) + h.sum()), y)
+
+    return model, step

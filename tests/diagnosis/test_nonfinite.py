@@ -1,0 +1,98 @@
+"""NaN and infinity: the first bad value in the order of the forward pass, its line and element."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from nonfinite_cases import CASES, Middle
+from silent_cases import data, training
+
+import gradtrace as gt
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_bad_value_is_named(name: str) -> None:
+    torch.manual_seed(0)
+    wanted = CASES[name]
+    model, step = wanted.make()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = step()
+    found = watch.diagnose(loss)
+    bad = found.nonfinite
+    assert bad is not None and not found.healthy
+    assert math.isfinite(float(loss.detach())) == (wanted.of == "gradient")
+    assert (bad.of, bad.operator, bad.module) == (wanted.of, wanted.operator, wanted.module), str(
+        found
+    )
+    assert "# HERE" in bad.line, str(found)
+    assert wanted.inputs in "; ".join(bad.inputs), str(found)
+    assert found.findings[0].kind == "non-finite" and found.findings[0].line == bad.line
+    assert len(found.findings[0].advice) > 20
+    with pytest.raises(gt.errors.NonFinite):
+        watch.trace(loss)
+
+
+def test_the_path_by_which_it_spread() -> None:
+    torch.manual_seed(0)
+    model, step = training(Middle(lambda h: h.relu().log()))
+    with gt.watch(model, diagnose=True) as watch:
+        loss = step()
+    bad = watch.diagnose(loss).nonfinite
+    assert bad is not None
+    assert bad.path == ("linear in 'head'", "cross_entropy")
+    row, column = bad.element
+    hidden = model.enc(data()[0])
+    assert hidden.shape[0] > row and hidden.shape[1] > column and bad.value == -math.inf
+
+
+def test_a_plain_watch_says_how_to_find_it() -> None:
+    model, step = CASES["log_of_zero"].make()
+    with gt.watch(model) as watch:
+        loss = step()
+    found = watch.diagnose(loss)
+    assert found.nonfinite is not None and found.nonfinite.of == "loss"
+    assert "diagnose=True" in found.findings[0].evidence
+    with pytest.raises(gt.errors.NonFinite, match=r"loss is not finite.*diagnose"):
+        watch.trace(loss)
+
+
+def test_a_loss_that_is_not_finite_is_refused_though_its_gradient_is() -> None:
+    x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    with pytest.raises(gt.errors.NonFinite, match=r"the loss is not finite \(nan\), though"):
+        gt.trace(x.log().sum())
+    assert gt.trace(x.log().sum(), nonfinite="allow").gradients["leaf0"].tolist() == [-1.0, 0.5]
+
+
+def test_infinities_that_do_not_reach_the_loss_are_no_finding() -> None:
+    def hidden(h: torch.Tensor) -> torch.Tensor:
+        masked = h.masked_fill(h > 0, float("-inf"))
+        return torch.where(masked.isfinite(), masked, h.detach() * 0) + h
+
+    model, step = training(Middle(hidden))
+    with gt.watch(model, diagnose=True) as watch:
+        loss = step()
+    assert watch.diagnose(loss).healthy
+
+
+def test_bad_elements_of_any_shape() -> None:
+    """Scalars, complex numbers, in-place writes and half precision are read without an error."""
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.tensor(0.0))
+
+        def forward(self) -> torch.Tensor:
+            z = torch.complex(self.w, self.w).abs()
+            y = torch.zeros(0, 3) * self.w
+            h = (self.w.to(torch.bfloat16) + 1).clone().log_().float()
+            return z + y.sum() + h + 1 / self.w
+
+    model = Odd()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = model()
+    bad = watch.diagnose(loss).nonfinite
+    assert bad is not None and bad.operator == "rdiv" and bad.element == ()
+    assert bad.inputs == ("0 (float32)",)

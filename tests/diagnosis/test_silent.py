@@ -1,0 +1,163 @@
+"""Parameters that get no gradient: the reason, the module and the line are named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from healthy_cases import CASES as HEALTHY
+from silent_cases import CASES, Net, data
+
+import gradtrace as gt
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reason_module_and_line_are_named(name: str) -> None:
+    torch.manual_seed(0)
+    wanted = CASES[name]
+    model, step = wanted.make()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = step()
+    found = watch.diagnose(loss)
+    worst = "warning" if wanted.reason == "got no samples" else "error"
+    caused = [each for each in found.silent if each.severity == worst]
+    assert {each.module for each in caused} == set(wanted.silent), str(found)
+    assert {each.reason for each in caused} == {wanted.reason}, str(found)
+    assert not found.healthy
+    if wanted.line:
+        assert all("# HERE" in each.line for each in caused), str(found)
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_false_alarm(name: str) -> None:
+    torch.manual_seed(0)
+    model, step = HEALTHY[name]()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = step()
+    found = watch.diagnose(loss)
+    assert found.healthy and not found.silent, str(found)
+    assert found.nonfinite is None
+    with gt.watch(model) as plain:
+        loss = step()
+    assert plain.diagnose(loss).healthy
+
+
+def test_the_record_changes_nothing() -> None:
+    """Gradients, buffers and random numbers are those of an unwatched step."""
+    results = []
+    for diagnose in (False, True):
+        torch.manual_seed(0)
+        model, step = HEALTHY["batch_norm_and_relu"]()
+        with gt.watch(model, diagnose=diagnose):
+            loss = step()
+        loss.backward()
+        results.append(
+            [loss, torch.rand(()), *model.buffers(), *(p.grad for p in model.parameters())]
+        )
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+def test_a_plain_watch_names_the_module_and_says_how_to_see_the_line() -> None:
+    model, step = CASES["detach_in_forward"].make()
+    with gt.watch(model) as watch:
+        loss = step()
+    found = watch.diagnose(loss)
+    assert [each.parameter for each in found.silent] == ["enc.weight", "enc.bias"]
+    assert found.silent[0].reason == "cut off"
+    assert "gt.watch(model, diagnose=True)" in str(found)
+
+
+def test_a_loss_computed_after_the_watch() -> None:
+    model = Net(lambda h: h.detach())
+    x, y = data()
+    with gt.watch(model, diagnose=True) as watch:
+        out = model(x)
+    found = watch.diagnose(torch.nn.functional.cross_entropy(out, y))
+    assert {each.parameter for each in found.silent} == {"enc.weight", "enc.bias"}
+    assert found.silent[0].reason == "output detached"
+    assert any("outside of the watch" in remark for remark in found.remarks)
+
+
+def test_a_loss_that_is_a_number() -> None:
+    model = Net()
+    x, y = data()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = torch.nn.functional.cross_entropy(model(x), y).item()  # HERE
+    found = watch.diagnose(loss)
+    assert len(found.silent) == 4
+    assert {each.reason for each in found.silent} == {"output detached"}
+    assert all("# HERE" in each.line for each in found.silent)
+    with pytest.raises(gt.errors.GradtraceError, match="expected the loss tensor, got str"):
+        watch.diagnose("loss")  # type: ignore[arg-type]
+
+
+def test_modules_in_a_plain_list_are_not_registered() -> None:
+    class Listed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = [torch.nn.Linear(6, 6)]
+            self.between = self.blocks[0].forward
+
+    model = Listed()
+    x, y = data()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    (found,) = watch.diagnose(loss).findings
+    assert (found.kind, found.severity, found.module) == ("unregistered", "error", "blocks")
+    assert found.parameters == ("blocks[0].weight", "blocks[0].bias")
+    assert "ModuleList" in found.advice
+
+
+def test_unused_rows_are_counted_and_not_blamed() -> None:
+    model = torch.nn.Embedding(100, 3)
+    with gt.watch(model, diagnose=True) as watch:
+        loss = model(torch.tensor([3, 3, 7])).sum()
+    found = watch.diagnose(loss)
+    assert found.healthy and found.unused_rows == {"weight": (98, 100)}
+    assert "weight 98 of 100" in str(found)
+
+
+def test_a_model_that_is_wholly_frozen() -> None:
+    model = Net().requires_grad_(False)
+    with gt.watch(model, diagnose=True) as watch:
+        loss = model(data()[0]).sum()
+    found = watch.diagnose(loss)
+    assert not found.healthy and not found.silent
+    assert "no parameter requires grad" in str(found)
+
+
+def test_parameters_of_one_cause_are_one_finding() -> None:
+    model, step = CASES["no_grad_as_a_decorator"].make()
+    with gt.watch(model, diagnose=True) as watch:
+        loss = step()
+    found = watch.diagnose(loss)
+    (finding,) = found.findings
+    assert finding.module == "enc" and len(finding.parameters) == 4
+    assert finding.parameter == "enc.0.weight"
+    written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert written["silent"][0]["reason"] == "called under no_grad"
+    assert written["findings"][0]["line"] == finding.line
+    assert "<pre" in found._repr_html_()
+
+
+def test_a_backward_pass_that_fails_is_a_finding() -> None:
+    model = Net(lambda h: h.exp())
+    with gt.watch(model, diagnose=True) as watch:
+        h = model.enc(data()[0]).exp()  # HERE
+        loss = model.head(h).sum()
+        h.mul_(2)
+    (finding,) = watch.diagnose(loss).findings
+    assert finding.kind == "backward" and "overwritten in place" in finding.evidence
+    assert "head" in finding.line or "# HERE" in finding.line
+
+
+def test_a_monitor_warns_of_silent_parameters_at_its_first_step() -> None:
+    model, step = CASES["detach_in_forward"].make()
+    with gt.Monitor(model, every=1, budget=None) as monitor:
+        with pytest.warns(UserWarning, match=r"2 of 4 parameters get no gradient.*enc\.weight"):
+            monitor.step(step())
+        monitor.step(step())  # and not again
+    tied, step = HEALTHY["tied_weights"]()
+    with gt.Monitor(tied, every=1, budget=None) as monitor:
+        monitor.step(step())

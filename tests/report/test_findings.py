@@ -1,0 +1,133 @@
+"""The diagnosis in a report: what ``watch.diagnose`` says, first of all."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages import read
+from torch import Tensor, nn
+
+import gradtrace as gt
+from gradtrace import report
+from gradtrace.errors import GradtraceError
+from gradtrace.io.validation import SchemaMismatch
+from gradtrace.report.model import View
+from gradtrace.trace import Trace
+
+
+class Cut(nn.Module):
+    """One layer is detached, one of a list is never called; both have a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.side = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.rest = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.rest[1].weight = self.side[0].weight
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.words(x)
+        found: Tensor = self.out(h + self.side(h).detach())
+        return found
+
+
+def watched(diagnose: bool = True, scale: float = 1.0) -> tuple[gt.watch, Tensor]:
+    torch.manual_seed(0)
+    model = Cut()
+    with gt.watch(model, diagnose=diagnose) as watch:
+        loss = model(torch.tensor([1, 3])).square().mean() * scale
+    return watch, loss
+
+
+def view(**options: Any) -> View:
+    watch, loss = watched(**options)
+    return watch.trace(loss)._view()
+
+
+def test_it_is_what_diagnose_says_with_the_numbers_of_modules() -> None:
+    watch, loss = watched()
+    wanted = watch.diagnose(loss).to_dict()
+    shown = watch.trace(loss)._view()
+    assert shown.diagnosis is not None and len(shown.diagnosis.findings) == 2
+    names = [module.name for module in shown.modules]
+    for mine, theirs in zip(shown.diagnosis.findings, wanted["findings"], strict=True):
+        assert names[mine.module] == mine.place == theirs["module"] != ""
+        same = asdict(mine) | {"module": mine.place, "parameters": list(mine.parameters)}
+        assert {key: same[key] for key in theirs} == theirs
+    assert ".detach())" in shown.diagnosis.findings[0].line
+    assert "words.weight 7 of 9" in shown.diagnosis.remarks[0]
+
+
+def test_without_it_a_report_has_none() -> None:
+    assert view(diagnose=False).diagnosis is None
+    x = torch.ones(2, requires_grad=True)
+    assert gt.trace((x * x).sum())._view().diagnosis is None
+
+
+def test_the_rest_of_the_report_is_the_same_with_and_without() -> None:
+    with_, without = view(), view(diagnose=False)
+    assert torch.equal(report.saved(replace(with_, diagnosis=None)), report.saved(without))
+
+
+def test_a_value_that_is_not_finite_comes_first() -> None:
+    watch, loss = watched(scale=float("nan"))
+    found = watch.trace(loss, nonfinite="allow")._view().diagnosis
+    assert found is not None
+    assert found.findings[0].kind == "non-finite" and found.findings[0].severity == "error"
+    assert "scale" in found.findings[0].line
+
+
+def test_other_rules_and_saved_traces_have_it_too(tmp_path: Path) -> None:
+    watch, loss = watched()
+    trace = watch.trace(loss)
+    assert replace(trace, rule="viterbi")._view().diagnosis == trace._view().diagnosis
+    trace.save(tmp_path / "a.gradtrace")
+    gt.load(tmp_path / "a.gradtrace").report(tmp_path / "a.html")
+    (data,) = read(tmp_path / "a.html")["traces"]
+    assert [each["kind"] for each in data["diagnosis"]["findings"]] == ["silent", "silent"]
+
+
+def test_it_is_there_after_backward_and_a_step(tmp_path: Path) -> None:
+    watch, loss = watched()
+    trace = watch.trace(loss)
+    trace._view()  # what is measured of paths must be asked for before
+    loss.backward()
+    trace.report(tmp_path / "a.html")
+    assert read(tmp_path / "a.html")["traces"][0]["diagnosis"]["findings"]
+
+
+def test_a_diagnosis_that_fails_does_not_stop_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise GradtraceError("a step that cannot be measured")
+
+    monkeypatch.setattr(sys.modules["gradtrace.watch"], "diagnosed", fail)
+    found = view().diagnosis
+    assert found is not None and "cannot be measured" in found.findings[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"module": 99}, "module is out of bounds"), ({"severity": "dire"}, "diagnosis")],
+)
+def test_a_broken_finding_is_refused(change: dict[str, Any], words: str) -> None:
+    whole = view()
+    assert whole.diagnosis is not None
+    first, *rest = whole.diagnosis.findings
+    broken = replace(whole.diagnosis, findings=(replace(first, **change), *rest))
+    with pytest.raises(SchemaMismatch, match=words):
+        report.loaded(report.saved(replace(whole, diagnosis=broken)))
+
+
+def test_parameters_without_gradient_count_once_among_those_of_their_module() -> None:
+    watch, loss = watched()
+    trace: Trace = watch.trace(loss)
+    sizes = {module.name: module.parameters for module in trace._view().modules}
+    assert sizes["side"] == 40 and sizes["rest"] == 40  # one weight is in both
+    assert sizes[""] == sum(p.numel() for p in watch.model.parameters())
+    assert sum(gradient.numel() for gradient in trace.gradients.values()) < sizes[""]

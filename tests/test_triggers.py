@@ -1,0 +1,475 @@
+"""Triggers of a Monitor: steps that go wrong are found, run again, and kept in a file."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import gradtrace as gt
+from gradtrace.cli import app
+from gradtrace.errors import GradtraceError
+from gradtrace.pytorch.random_state import RandomState
+from gradtrace.training import tuning
+from gradtrace.training.forward_keeper import ForwardKeeper
+from gradtrace.training.incident import Incident
+from gradtrace.training.nested_files import Missing, decoded, encoded
+from gradtrace.training.spike_rule import SpikeRule
+
+BAD = 500
+STEPS = 520
+
+
+class Net(nn.Module):
+    """Everything that a rerun must not move, or must draw again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 12), nn.BatchNorm1d(12)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(12, 3)
+        nn.utils.parametrizations.spectral_norm(self.last)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        scale = 1 + 1e-3 * random.random() + 1e-3 * float(np.random.randn())
+        scale *= float(x.abs().max().clamp_min(10)) / 10
+        return self.last(hidden) * scale  # type: ignore[no-any-return]
+
+
+def loss_by(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        found = F.cross_entropy(model(x), y)
+        if float(y[0]) == 2:  # a gradient that is not finite, of a loss that is
+            found = found + (model.get_parameter("first.bias") * 0).square().sum().sqrt()
+        return found
+
+    return loss_of
+
+
+def batch(step: int, bad: str, at: int = BAD) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(step)
+    x = torch.randn(16, 6, generator=made)
+    y = (x[:, 0] > 0).long()
+    if step == at and bad == "spike":
+        x, y = x * 1000, 1 - y
+    if step == at and bad == "nan":
+        x[3, 2] = math.nan
+    if step == at and bad == "gradient":
+        y[0] = 2
+    return x, y
+
+
+def train(
+    bad: str, steps: int = STEPS, at: int = BAD, how: str = "batch", **options: Any
+) -> tuple[nn.Module, gt.Monitor | None, list[float]]:
+    """A run whose step ``at`` is bad; without a Monitor if no trigger is given."""
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    model, losses = Net(), []
+    loss_of = loss_by(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    monitor = gt.Monitor(model, every=10**6, view=False, **options) if options else None
+    for step in range(steps):
+        x, y = batch(step, bad, at)
+        loss = loss_of(x, y)
+        if monitor is not None and how == "batch":
+            monitor.step(loss, rerun=loss_of, batch=(x, y))
+        elif monitor is not None:
+            monitor.step(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        if bad != "spike" and step == at:
+            optimizer.zero_grad()
+            optimizer.step() if bad == "nan" else None
+        else:
+            optimizer.step()
+        losses.append(loss.item())
+    if monitor is not None:
+        monitor.close()
+    drawn = torch.rand(()).item(), random.random(), float(np.random.randn())
+    return model, monitor, losses + list(drawn)
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values())
+    return all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bad", ["spike", "nan"])
+def test_found_at_step_500_and_the_file_reproduces_it(bad: str, tmp_path: Path) -> None:
+    plain, _, losses = train(bad)
+    file = tmp_path / "run.jsonl"
+    watched, monitor, again = train(bad, trigger=("spike", "nonfinite"), file=file)
+    assert same(plain, watched)
+    assert [*map(repr, losses)] == [*map(repr, again)]  # random numbers afterwards, too
+    trigger = "spike" if bad == "spike" else "nonfinite"
+    path = tmp_path / f"run-step{BAD}-{trigger}.gradtrace"
+    assert monitor is not None and monitor.incidents == (path,)
+    found = gt.load_incident(path)
+    assert (found.step, found.trigger, found.of) == (BAD, trigger, "loss")
+    assert repr(found.loss) == repr(losses[BAD])
+    assert found.same
+    x, y = batch(BAD, bad)
+    assert torch.equal(found.batch[0].nan_to_num(7), x.nan_to_num(7))
+    assert torch.equal(found.batch[1], y)
+    torch.manual_seed(5)
+    fresh = Net()
+    before = [value.clone() for value in fresh.state_dict().values()]
+    rerun = found.rerun(fresh, loss_by(fresh))
+    assert rerun.same and repr(rerun.loss) == repr(losses[BAD])
+    assert str(rerun.diagnosis) == found.words
+    assert all(torch.equal(*pair) for pair in zip(before, fresh.state_dict().values()))
+    if bad == "nan":
+        assert rerun.diagnosis.nonfinite is not None
+        assert rerun.diagnosis.nonfinite.operator == "an input"
+        assert found.diagnosis["nonfinite"]["module"] == "first"
+    else:
+        assert "the limit" in found.evidence
+
+
+class Entropy(nn.Module):
+    """Divides by a bias, which a step can make 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Linear(4, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.low(x)
+        return self.high(hidden.log() if bool(x.max() < -50) else hidden.tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["batch", "calls"])
+def test_the_operator_is_named_with_its_line(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Entropy()
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+    with gt.Monitor(model, trigger="nonfinite", file=tmp_path / "r.jsonl", view=False) as monitor:
+        for step in range(4):
+            x = torch.randn(3, 4) - 200 * (step == 2)
+            given = {"rerun": loss_of, "batch": (x,)} if how == "batch" else {}
+            monitor.step(loss_of(x), **given)
+    (path,) = monitor.incidents
+    for found in (
+        gt.load_incident(path).diagnosis["nonfinite"],
+        gt.load_incident(path)
+        .rerun(model, loss_of if how == "batch" else None)
+        .diagnosis.to_dict()["nonfinite"],
+    ):
+        assert found["operator"] == "log"
+        assert "test_triggers.py" in found["line"] and "hidden.log()" in found["line"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["batch", "calls"])
+def test_a_gradient_that_is_not_finite(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Root())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept: list[Tensor] = []
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).mean()  # type: ignore[no-any-return]
+
+    file = tmp_path / "r.jsonl"
+    with gt.Monitor(model, trigger="nonfinite", file=file, view=False) as monitor:
+        for step in range(5):
+            x = torch.ones(2, 3) * (step != 3)
+            with torch.no_grad():
+                model[0].bias.mul_(step != 3)
+            kept.append(model[0].bias.detach().clone())
+            loss = loss_of(x)
+            assert loss.isfinite() or step == 4
+            given = {"rerun": loss_of, "batch": (x,)} if how == "batch" else {}
+            monitor.step(loss, **given)
+            assert not monitor.incidents or step == 4
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (path,) = monitor.incidents  # the next loss is NaN for the same reason, and told once
+    found = gt.load_incident(path)
+    assert (found.step, found.of, found.same) == (3, "gradient", how == "batch" or found.same)
+    assert torch.equal(found.beginning.state["0.bias"], kept[3])  # before the optimiser moved
+    assert found.diagnosis["nonfinite"]["of"] == "gradient"
+    assert "sqrt" in found.diagnosis["nonfinite"]["operator"].lower()
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum().sqrt().reshape(1)
+
+
+def test_ordinary_runs_give_no_alarm(tmp_path: Path) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        file = tmp_path / f"{seed}.jsonl"
+        options: dict[str, Any] = {"trigger": ("spike", "nonfinite"), "file": file, "view": False}
+        size = (1, 8, 32, 64)[seed]
+        with gt.Monitor(model, every=10**6, **options) as monitor:
+            for step in range(300):
+                x = torch.randn(size if step % 10 else max(1, size // 8), 8)  # an epoch's last
+                loss = F.cross_entropy(model(x), (x[:, 0] * x[:, 1] > 0).long())
+                monitor.step(loss)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        assert monitor.incidents == ()
+
+
+# The rule ----------------------------------------------------------------------------------------
+
+
+def fed(losses: list[float], factor: float = 10.0) -> SpikeRule:
+    rule = SpikeRule(factor)
+    assert not any(rule.exceeded(each) for each in losses)
+    return rule
+
+
+def test_what_a_spike_is() -> None:
+    assert not fed([1.0] * 19).exceeded(1e9), "a warm-up"
+    assert fed([1.0] * 20).exceeded(1.3), "10 times 2.5%, and the logarithm"
+    assert not fed([1.0] * 20).exceeded(1.25)
+    assert fed([1.0] * 20, factor=2.0).exceeded(1.1)
+    assert not fed([-1.0] * 20).exceeded(-0.8)
+    assert fed([-1.0] * 20).exceeded(-0.7), "losses may be negative"
+    noisy = [1 + 0.1 * (-1) ** n for n in range(60)]
+    assert not fed(noisy).exceeded(2.4) and fed(noisy).exceeded(5.0)
+    assert not fed([2.0 * 0.97**n for n in range(200)]).exceeded(2.0 * 0.97**200)
+    assert fed([0.0] * 30).exceeded(1e-3)
+
+
+def test_smaller_batches_may_have_larger_losses() -> None:
+    for size, alarm in ((64, True), (1, False)):
+        rule = SpikeRule(10.0)
+        for _ in range(40):
+            rule.exceeded(1.0, 64)
+        assert bool(rule.exceeded(2.0, size)) is alarm
+
+
+# What is kept ------------------------------------------------------------------------------------
+
+
+def test_random_states_are_those_of_the_moment() -> None:
+    def draw() -> tuple[Any, ...]:
+        return torch.rand(1).item(), random.gauss(0, 1), float(np.random.randn()), random.random()
+
+    for _ in range(3):  # odd numbers of normal draws leave one behind, beside the state itself
+        state = RandomState.now([])
+        drawn = draw()
+        RandomState.of(state.tensors()).restore()
+        assert draw() == drawn
+        state.restore()
+        assert draw() == drawn
+        random.random()
+        np.random.rand()
+
+
+def test_states_that_are_none_are_refused() -> None:
+    whole = RandomState.now([]).tensors()
+    for change in (
+        {"python": torch.zeros(3, dtype=torch.int64)},
+        {"python": whole["python"] - 2**40},
+        {"python cached": torch.zeros(2, dtype=torch.float64)},
+        {"numpy": whole["numpy"].float()},
+        {"cuda x": whole["cpu"]},
+    ):
+        with pytest.raises(ValueError, match="generator"):
+            RandomState.of({**whole, **change})
+
+
+def test_buffers_are_those_before_the_pass() -> None:
+    model = Net()
+    keeper = ForwardKeeper(model)
+    for step in range(5):
+        assert keeper.enter(model, (), {})
+        model(torch.randn(4, 6))
+        keeper.leave(True, None)
+        kept = keeper.take()
+        assert kept is not None and kept.buffers["count"] == step
+        assert kept.buffers["norm.num_batches_tracked"] == step
+
+
+def test_nested_values() -> None:
+    image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    value = {"x": (image, [1, None, "a"]), 3: torch.ones((), dtype=torch.float16), "o": object()}
+    tensors: list[Tensor] = []
+    found = decoded(encoded(value, tensors), tensors)
+    assert found["x"][0].stride() == image.stride() and torch.equal(found["x"][0], image)
+    assert found["x"][1] == [1, None, "a"] and found[3].dtype is torch.float16
+    assert found["o"] == Missing("object")
+
+
+# Around it ---------------------------------------------------------------------------------------
+
+
+def short(tmp_path: Path, bad_steps: set[int], **options: Any) -> gt.Monitor:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model.weight.detach().clone()
+    options = {"file": tmp_path / "r.jsonl", "view": False, "trigger": "nonfinite", **options}
+    with gt.Monitor(model, **options) as monitor:
+        for step in range(12):
+            x = torch.ones(2, 3) * (math.nan if step in bad_steps else 1.0)
+            loss = model(x).mean()
+            monitor.step(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step in bad_steps and step + 1 not in bad_steps:  # mended
+                with torch.no_grad():
+                    model.weight.copy_(weight)
+                    model.bias.zero_()
+    return monitor
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_lasts_is_told_once_and_files_are_few(tmp_path: Path) -> None:
+    assert len(short(tmp_path, {3, 4, 5, 6}).incidents) == 1
+    assert len(short(tmp_path, {1, 3, 5, 7, 9}).incidents) == tuning.INCIDENT_FILES
+
+
+@pytest.mark.parametrize("kind", ["folder", "disk"])
+def test_a_file_that_cannot_be_written_stops_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if kind == "disk":
+        monkeypatch.setattr(Incident, "save", full)
+    else:
+        (tmp_path / "r-step5-nonfinite.gradtrace").mkdir()
+    with pytest.warns(UserWarning, match=r"step 5: the loss is nan.*training goes on"):
+        monitor = short(tmp_path, {5})
+    assert monitor.incidents == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_over_the_limit_are_left_out(tmp_path: Path) -> None:
+    (path,) = short(tmp_path, {2}, incident_bytes=40).incidents
+    found = gt.load_incident(path)
+    assert not found.beginning.state and any("weights are not" in note for note in found.notes)
+    (path,) = short(tmp_path, {2}, incident_bytes=10).incidents
+    assert gt.load_incident(path).calls == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_pass_of_an_accumulated_step_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), Root())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"accumulate": 3, "file": tmp_path / "r.jsonl", "view": False}
+    with gt.Monitor(model, trigger="nonfinite", **options) as monitor:
+        for n in range(12):
+            x = torch.ones(2, 3)
+            if n == 7:  # the second pass of step 2: its gradient is not finite
+                with torch.no_grad():
+                    kept = [each.clone() for each in model.parameters()]
+                    for each in model.parameters():
+                        each.zero_()
+            loss = model(x).mean() / 3
+            monitor.step(loss, scale=1 / 3, rerun=lambda x: model(x).mean(), batch=(x,))
+            loss.backward()
+            if n == 7:
+                with torch.no_grad():
+                    for each, before in zip(model.parameters(), kept):
+                        each.copy_(before)
+            if n % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    (path,) = monitor.incidents
+    found = gt.load_incident(path)
+    assert (found.step, found.micro, found.of) == (2, 1, "gradient")
+
+
+def test_infinite_gradients_of_a_scaler_are_no_incident(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    options: dict[str, Any] = {"file": tmp_path / "r.jsonl", "view": False}
+    skipped = 0
+    with gt.Monitor(model, trigger=("spike", "nonfinite"), **options) as monitor:
+        for _ in range(8):
+            loss = 100 * model(torch.ones(2, 3)).square().mean() + 3
+            monitor.step(scaler.scale(loss), scale=scaler)
+            scaler.scale(loss).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped += scaler.get_scale() < before
+            optimizer.zero_grad()
+    assert skipped and monitor.incidents == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_autocast_is_on_in_the_rerun(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    options: dict[str, Any] = {"file": tmp_path / "r.jsonl", "view": False}
+    with gt.Monitor(model, trigger="spike", **options) as monitor:
+        for step in range(40):
+            x = torch.randn(8, 64) * (1000 if step == 30 else 1)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            monitor.step(loss, rerun=lambda x: model(x).float().square().mean(), batch=(x,))
+    (path,) = monitor.incidents
+    found = gt.load_incident(path)
+    assert found.same and found.step == 30
+    assert found.rerun(model, lambda x: model(x).float().square().mean()).same
+    found.beginning.autocast = {}
+    assert not found.rerun(model, lambda x: model(x).float().square().mean()).same
+
+
+def test_the_command_shows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="gradtrace diagnose r-step4-nonfinite"):
+        short(Path(), {4})
+    shown: Result = CliRunner().invoke(app, ["diagnose", "r-step4-nonfinite.gradtrace"])
+    assert shown.exit_code == 1
+    assert "Step 4: the loss is nan. Run again, the step gave the same loss." in shown.stdout
+    assert "an input already holds it" in shown.stdout
+    short_json = CliRunner().invoke(app, ["diagnose", "r-step4-nonfinite.gradtrace", "--json"])
+    assert '"trigger": "nonfinite"' in short_json.stdout
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    (path,) = short(tmp_path, {2}).incidents
+    found = gt.load_incident(path)
+    with pytest.raises(GradtraceError, match="'weight' has shape"):
+        found.rerun(nn.Linear(4, 1))
+    with pytest.raises(GradtraceError, match="the model has no 'bias'"):
+        found.rerun(nn.Sequential(nn.Linear(3, 1)))
+    model = nn.Linear(3, 1)
+    found.load_into(model)
+    assert torch.equal(model.weight, found.beginning.state["weight"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"trigger": "nan"}, {"trigger": "spike", "spike": 0}, {"trigger": "spike", "spike": math.inf}]
+    + [{"trigger": "spike", "incident_bytes": -1}],
+)
+def test_bad_arguments(options: dict[str, Any]) -> None:
+    with pytest.raises(GradtraceError):
+        gt.Monitor(nn.Linear(1, 1), **options)
