@@ -160,13 +160,13 @@ def test_hoping_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(value, other[leaf]) for leaf, value in one.items())
 
 
-def softplus(x: Tensor) -> Tensor:
-    return F.softplus(x).sum()
+def mish(x: Tensor) -> Tensor:
+    return F.mish(x).sum()
 
 
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A formula that hides what it does: ``softplus``, whose result is taken for a constant."""
-    func = torch.ops.aten.softplus_backward.default
+    """A formula that hides what it does: ``mish``, whose result is taken for a constant."""
+    func = torch.ops.aten.mish_backward.default
     monkeypatch.setitem(
         dispatch._LOWERINGS, func, dispatch.Lowering("exact", aten_rules.RULES["zeros_like"])
     )
@@ -177,7 +177,7 @@ def test_what_was_hoped_in_vain_is_recorded_again(
 ) -> None:
     hidden(monkeypatch)
     x = torch.randn(4, requires_grad=True)
-    loss = softplus(x * 2)
+    loss = mish(x * 2)
     with Waits() as waits:
         found = interpreter.run(gt.program(loss), gt.SUM)[x]
     torch.testing.assert_close(found, torch.autograd.grad(loss, x)[0])
@@ -186,13 +186,13 @@ def test_what_was_hoped_in_vain_is_recorded_again(
 
 def test_errors_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden(monkeypatch)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Softplus())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Mish())
     texts = []
     for avoid in (False, True):
         imitate_gpu(monkeypatch, avoid)
         with gt.watch(model) as watch:
             loss = model(torch.ones(2, 3)).sum()
-        with pytest.raises(GradtraceError, match=r"SoftplusBackward0 \(in 1\)") as error:
+        with pytest.raises(GradtraceError, match=r"MishBackward0 \(in 1\)") as error:
             watch.program(loss, dense_limit=4)
         texts.append(str(error.value))
     assert texts[0] == texts[1]
@@ -215,7 +215,7 @@ def test_code_of_the_users_runs_once(unwaiting: None, monkeypatch: pytest.Monkey
 
     x = torch.randn(4, requires_grad=True)
     x.register_hook(lambda grad: calls.append("hook"))  # type: ignore[no-untyped-call]
-    for make in (lambda: softplus(Doubled.apply(x)), lambda: Doubled.apply(F.softplus(x)).sum()):
+    for make in (lambda: mish(Doubled.apply(x)), lambda: Doubled.apply(F.mish(x)).sum()):
         calls.clear()
         loss = make()
         wanted = torch.autograd.grad(loss, x, retain_graph=True)[0]

@@ -161,10 +161,7 @@ def _generator(cell: Cell, what: str) -> Generator:
 
 
 class Question(NamedTuple):
-    """One kind of network, or the ordered pairs of one: AUC by step, network and measure.
-
-    ``control`` and ``final`` are steps; a circuit has a control of its own instead.
-    """
+    """One kind of network, or the ordered pairs of one: AUC by step, network and measure."""
 
     name: str
     measures: tuple[str, ...]
@@ -354,8 +351,7 @@ def _sentence(questions: Sequence[Question], verdicts: Mapping[str, Mapping[str,
     good = [name for name, v in verdicts.items() if len(v["close"]) == many and v["better"]]
     score = {name: _overall(questions, name).value for name in MEASURES}
     first = max(score, key=lambda name: score[name])
-    plain_ = _common(questions)
-    other = max(plain_, key=lambda name: _overall(questions, name).value)
+    other = max(_common(questions), key=lambda name: _overall(questions, name).value)
     about = (
         f"Over {many} kinds of networks ({networks} each), the best of gradtrace's measures is "
         f"{first} (AUC {_told(_overall(questions, first))}), the best baseline that fits "

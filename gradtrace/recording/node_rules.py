@@ -38,6 +38,7 @@ from gradtrace.recording.aten_rules import (
     RULES,
     BatchedWeights,
     Call,
+    Undecided,
     distance_maps,
     mask_map,
     matrix_times,
@@ -265,7 +266,9 @@ def weighted(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleRe
     """
     if any(child is not None for child, _ in edges[1:]) or _is_complex(edges[0]):
         return None
-    weight = next(iter(_as_tuple(node(torch.ones_like(grad)))))
+    weight: Tensor | None = next(iter(_as_tuple(node(torch.ones_like(grad)))))
+    if weight is None:  # the norm of order 0, which counts
+        return [None]
     spread = _spread(node, grad, weight)
     return [(spread.apply(grad) * weight, [spread, Scale(weight, tuple(weight.shape))])]
 
@@ -620,7 +623,10 @@ def aten_call(operation: str, arguments: str) -> NodeRule:
         args = [f(grad, edges) if f else _signed(getattr(node, name)) for f, name in names]
         bare = product.bare and operation == "convolution_backward"
         out = placeholders.convolution_backward(*args) if bare else func(*args)
-        chains = aten_rule(Call(func, args, {}, [grad], out, 0, product.batched_weights))
+        try:
+            chains = aten_rule(Call(func, args, {}, [grad], out, 0, product.batched_weights))
+        except Undecided:
+            return None
         if isinstance(out, Tensor):
             return [(out, chains[0][0])]
         return [(each, some[0][0]) if some else None for each, some in zip(out, chains)]
