@@ -98,7 +98,8 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        dunders = {name for name in super().__dir__() if name.startswith("__")}
+        return sorted({*dunders, *__all__})  # not the submodules that happen to be loaded
 
 
 sys.modules[__name__].__class__ = _Package

@@ -189,8 +189,18 @@ class Session:
         _one_of("rule", rule, *RULES)
         _one_of("granularity", granularity, "scalar", "operator")
         found = self._traced(loss, rule, granularity, nonfinite, dense_limit)
+        self._warn_of_unwatched(loss)
         found._diagnosis = self._diagnosis_of(loss, found)
         return found
+
+    def _warn_of_unwatched(self, loss: Tensor, frames: int = 0) -> None:
+        """Warn if the modules of the loss's operators are not known, as no watch was open."""
+        if text := self._unwatched(loss):
+            warnings.warn(text, stacklevel=(frames or self._frames) + 1)
+
+    def _unwatched(self, loss: Tensor) -> str:
+        """What a warning says; a session without a model has nothing to say."""
+        return ""
 
     def _diagnosis_of(self, loss: Tensor, trace: Trace) -> Mapping[str, Any] | None:
         """The dict of a ``Diagnosis`` of the loss; a session without a forward record has none."""
@@ -332,6 +342,7 @@ class Session:
         if not function:
             assert isinstance(scalar, Tensor)
             trace = self._input_tracer().trace(scalar, inputs, rule)
+            self._warn_of_unwatched(scalar, 2)
             return of_scalar(scalar, inputs, trace, rule, tokens or {})
         run = cast("Callable[..., Tensor]", scalar)
         given = (run, inputs, self._trace_at(run, rule))

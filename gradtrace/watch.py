@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.loss_checks import isolated
-from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, ModuleCall, ThreadCall
+from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, OUTSIDE, ModuleCall, ThreadCall
 from gradtrace.autodiff.nodes import annotate, next_sequence
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.autodiff.sharded_hooks import QUIET
+from gradtrace.autodiff.unwatched import unwatched
 from gradtrace.diagnosis import (
     Diagnosis,
     Finding,
@@ -119,6 +120,7 @@ class watch(Session, Listener):
         _OPEN.watches += 1
         self._contexts.callback(_decrement)
         self._hooks.reset()
+        self.name_table.enter(next_sequence(), NO_MODULE)
         return self
 
     def _attach(self) -> Callable[[], None]:
@@ -154,7 +156,7 @@ class watch(Session, Listener):
             self._here.stack.pop().fuse_again()
         self._name_gathered()
         if self._thread == threading.get_ident():
-            self.name_table.enter(next_sequence(), NO_MODULE)
+            self.name_table.enter(next_sequence(), OUTSIDE)
         self._contexts.close()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
@@ -257,7 +259,14 @@ class watch(Session, Listener):
         >>> [(each.parameter, str(each.reason)) for each in found.silent]
         [('0.weight', 'output detached'), ('0.bias', 'output detached')]
         """
+        if isinstance(loss, Tensor) and loss.grad_fn is not None:
+            self._warn_of_unwatched(loss)
         return diagnosed(self._subject(), loss)
+
+    def _unwatched(self, loss: Tensor) -> str:
+        known = {id(parameter): name for name, parameter in named_parameters(self.model)}
+        known |= {key: names[0] for key, (_, names) in self.name_table.leaves.items()}
+        return unwatched(loss, self.name_table, known, self._calls)
 
     def _diagnosis_of(self, loss: Tensor, trace: Trace) -> Mapping[str, Any] | None:
         if self._record is None:

@@ -1221,3 +1221,63 @@ def test_operators_made_outside_lie_nowhere() -> None:
         again = wrapped(before)
     later = wrapped(again).sum()
     assert made_by(second, later, "AddmmBackward0") == [("", 0), ("0", 0)]
+
+
+class Late:
+    """A model whose loss can be computed inside a watch, around it, or in part."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+        self.x = torch.ones(2, 3, requires_grad=True)
+
+    def loss(self) -> torch.Tensor:
+        return self.model(self.x).sum()
+
+
+@pytest.mark.parametrize("ask", ["trace", "diagnose", "attribute"])
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_a_loss_of_a_forward_pass_outside_the_watch_warns(when: str, ask: str) -> None:
+    late = Late()
+    loss, watch = late.loss(), gt.watch(late.model, names={"x": late.x})
+    if when != "never":
+        with watch:
+            late.loss()
+    if when == "after":
+        loss = late.loss()
+    told = "was never open" if when == "never" else "a forward pass outside the watch"
+    with pytest.warns(UserWarning, match=f"{told}.*run the forward pass inside") as caught:
+        getattr(watch, ask)(loss, *([{"x": late.x}] if ask == "attribute" else []))
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_a_loss_of_before_warns_while_the_watch_is_open() -> None:
+    late = Late()
+    loss = late.loss()
+    with (
+        gt.watch(late.model) as watch,
+        pytest.warns(UserWarning, match="before it was opened"),
+    ):
+        watch.trace(loss * 2)
+
+
+def test_modules_that_ran_after_the_watch_was_closed_are_named() -> None:
+    late = Late()
+    with gt.watch(late.model) as watch:
+        hidden = late.model[0](late.x)
+    with pytest.warns(UserWarning, match=r"closed \(what uses 2.bias, 2.weight\)"):
+        watch.trace(late.model[2](hidden).sum())
+
+
+def test_what_may_lie_outside_the_watch_does_not_warn() -> None:
+    late = Late()
+    with gt.watch(late.model) as watch:
+        out = late.model(late.x)
+        inside = late.model[0].weight.square().sum()
+        watch.trace(inside)  # a term of parameters alone
+        watch.trace(nn.functional.linear(out, late.model[2].weight.t()).sum())
+    outside = sum(each.square().sum() for each in late.model.parameters())
+    watch.trace(out.sum() + outside + (out * late.x.mean()).sum())  # as training loops have it
+    with watch:  # opened again
+        again = late.loss()
+    watch.trace(again + out.sum())
+    watch.trace(inside + late.x.sum())

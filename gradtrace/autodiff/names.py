@@ -28,6 +28,9 @@ class ModuleCall(NamedTuple):
 NO_MODULE = ModuleCall("", 0)
 """For nodes that were made outside any module call."""
 
+OUTSIDE = ModuleCall("", 0)
+"""For nodes that were made while the watch was not open; equals ``NO_MODULE``, but is not it."""
+
 
 @dataclass(eq=False)
 class CallRanges:
@@ -48,7 +51,7 @@ class CallRanges:
     def place_at(self, number: int) -> ModuleCall:
         """The innermost module call that a node of this sequence number was made in."""
         at = bisect_right(self.starts, number) - 1
-        return self.places[at] if at >= 0 else NO_MODULE
+        return self.places[at] if at >= 0 else OUTSIDE
 
 
 @dataclass(eq=False)
