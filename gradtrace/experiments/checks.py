@@ -3,11 +3,11 @@
 Question: How near does a difference of losses come to the gradient, at which step h, and what does
     it cost beside one backward pass? Does ``gt.check`` find a wrong gradient?
 
-Expectation: The slides (source 001): the numerical method is only approximate, h cannot go to 0 as
-    precision is finite, and it takes at least d + 1 evaluations for d parameters; the analytic
-    method is exact and fast, but has to be checked. In numbers: the error is U-shaped over h. A
-    forward difference is off by c·h + ε/h, least at h ~ √ε with an error ~ √ε; a central one by
-    c·h² + ε/h, least at h ~ ∛ε with ~ ε^(2/3). ε is 1.2e-7 in float32 and 2.2e-16 in float64.
+Expectation: Lee's slides ("Backpropagation"): the numerical method is only approximate, h cannot
+    go to 0 as precision is finite, and it takes at least d + 1 evaluations for d parameters; the
+    analytic method is exact and fast, but has to be checked. In numbers: the error is U-shaped over
+    h. A forward difference is off by c·h + ε/h, least at h ~ √ε with an error ~ √ε; a central one
+    by c·h² + ε/h, least at h ~ ∛ε with ~ ε^(2/3). ε is 1.2e-7 in float32 and 2.2e-16 in float64.
 
 Method: The slides' ``sin(5·exp(x))`` at 20 points, and the loss of a tanh network by all its
     parameters, in both precisions, for h from 1 down to below ε. The error is ‖found - true‖ /

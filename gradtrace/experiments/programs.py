@@ -1,8 +1,9 @@
 """The lecture's parameterised programs, fitted from scratch on our engine.
 
 Question: Do gradients as sums over paths, from our own engine, fit the programs of the lecture
-    (source 003), the slides (001) and the note (002), and does what these say about descent hold:
-    closed forms, batches, step sizes, optimisers, initialisation, losses, paths?
+    ("Gradient Computation in Abstract Neural Networks"), of Lee's slides ("Backpropagation") and of
+    the note ("Training Neural Networks"), and does what these say about descent hold: closed forms,
+    batches, step sizes, optimisers, initialisation, losses, paths?
 
 Expectation: Descent meets the closed forms of linear regression and ridge. Small batches learn
     earlier and end noisier. Step sizes that meet Robbins and Monro's conditions converge and others

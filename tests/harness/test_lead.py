@@ -42,6 +42,20 @@ def test_the_sentence_is_made_of_the_results(name: str) -> None:
     assert data["figure"] == getattr(module_of(data), "FIGURE", data["figure"])
 
 
+NUMBERED = re.compile(r"[Ss]ource \d|\(0\d\d\)")
+
+
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS))
+def test_sources_are_cited_by_title(name: str) -> None:
+    """As docs/sources.md has them, which is where readers look."""
+    module = import_module(EXPERIMENTS[name])
+    assert not NUMBERED.search(module.__doc__ or "")
+    for page_of in PAGES:
+        data = stored(page_of)
+        if data["experiment"] == name:
+            assert not NUMBERED.search((DOCS / f"{page_of}.md").read_text())
+
+
 TOLD = [name for name in PAGES if hasattr(module_of(stored(name)), "headline")]
 
 

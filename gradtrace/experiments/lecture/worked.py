@@ -42,7 +42,7 @@ def _at(**values: float) -> Point:
 
 
 def slides() -> list[Line]:
-    """Source 001."""
+    """Of Lee's slides, "Backpropagation"."""
     value, found = gradient(lambda w: (w["x"] + w["y"]) * w["z"], _at(x=3, y=5, z=2))
     lines: list[Line] = [("formula", "(x+y)·z", value, 16.0)]
     for name, wanted in zip("xyz", (2.0, 2.0, 8.0)):
@@ -88,7 +88,7 @@ def _differences() -> list[Line]:
 
 
 def lecture() -> list[Line]:
-    """Source 003."""
+    """Of the lecture, "Gradient Computation in Abstract Neural Networks"."""
     value, found = gradient(lambda w: w["x"] ** 2, _at(x=3))
     lines: list[Line] = [
         ("number", "x² at 3", value, 9.0),
@@ -135,8 +135,8 @@ def _transfer() -> list[Line]:
 
 
 def note() -> list[Line]:
-    """Source 002: ``∂ℓ/∂w_ji = ∂ℓ/∂z_j · a_i``, ``∂ℓ/∂a_i = Σ_j ∂ℓ/∂z_j · w_ji``, and
-    ``∂ℓ/∂z_i = ∂ℓ/∂a_i · σ'(z_i)``.
+    """Of the note, "Training Neural Networks": ``∂ℓ/∂w_ji = ∂ℓ/∂z_j · a_i``,
+    ``∂ℓ/∂a_i = Σ_j ∂ℓ/∂z_j · w_ji``, and ``∂ℓ/∂z_i = ∂ℓ/∂a_i · σ'(z_i)``.
     """
     lines = _linear("w[{},{}]", "a[{}]", 2, 3, 1)
     z = torch.tensor([-1.0, 0.3, 2.0], dtype=torch.float64)
