@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, OUTSIDE, ModuleCall, ThreadCall
-from gradtrace.autodiff.nodes import annotate, next_sequence
+from gradtrace.autodiff.nodes import annotate, maker_of, next_sequence
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.autodiff.sharded_hooks import QUIET
 from gradtrace.autodiff.unwatched import unwatched
@@ -259,7 +259,7 @@ class watch(Session, Listener):
         >>> [(each.parameter, str(each.reason)) for each in found.silent]
         [('0.weight', 'output detached'), ('0.bias', 'output detached')]
         """
-        if isinstance(loss, Tensor) and loss.grad_fn is not None:
+        if isinstance(loss, Tensor) and maker_of(loss) is not None:
             self._warn_of_unwatched(loss)
         return diagnosed(self._subject(), loss)
 
