@@ -16,9 +16,15 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.training import loggers
 
-wandb = pytest.importorskip("wandb", reason="NOT TESTED: W&B is not installed (pip install wandb)")
-
 pytestmark = pytest.mark.xdist_group("wandb")  # its service is started once
+
+
+@pytest.fixture(scope="module")
+def wandb() -> Any:
+    """Not imported while tests are collected, since that takes seconds in each worker."""
+    return pytest.importorskip(
+        "wandb", reason="NOT TESTED: W&B is not installed (pip install wandb)"
+    )
 
 
 class Skip(nn.Module):
@@ -33,7 +39,7 @@ class Skip(nn.Module):
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def run(wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     settings = wandb.Settings(disable_git=True, disable_code=True, console="off")
@@ -117,7 +123,7 @@ def test_what_is_logged_is_in_the_file(run: Any, tmp_path: Path, own: str) -> No
     assert "module never called" in page.read_text()
 
 
-def test_the_module_stands_for_its_run(run: Any) -> None:
+def test_the_module_stands_for_its_run(run: Any, wandb: Any) -> None:
     loggers.adapted(wandb)(3, {"gradtrace/loss": 0.5})
     speak = loggers.speaking(wandb)
     assert speak is not None
@@ -125,6 +131,6 @@ def test_the_module_stands_for_its_run(run: Any) -> None:
     assert run.summary["gradtrace/diagnosis"] == "<fine>"
 
 
-def test_no_run_is_open() -> None:
+def test_no_run_is_open(wandb: Any) -> None:
     with pytest.raises(GradtraceError, match="no W&B run is open"):
         loggers.adapted(wandb)(3, {"gradtrace/loss": 0.5})

@@ -2,15 +2,23 @@
 
 from itertools import permutations
 from math import isnan
+from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from gradtrace.experiments.harness.statistics import Interval, bootstrap, ranks, theil_sen
 from gradtrace.profiling.trend_tests import mann_kendall
 
 SEEDS = range(8)
+
+
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    """``scipy.stats``, whose import takes longer than these tests."""
+    from scipy import stats
+
+    return stats
 
 
 def series(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -23,20 +31,20 @@ def series(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ranks_are_those_of_scipy(seed: int) -> None:
+def test_ranks_are_those_of_scipy(seed: int, stats: Any) -> None:
     x, _ = series(seed)
     assert ranks(x).tolist() == stats.rankdata(x).tolist()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_theil_sen_is_that_of_scipy(seed: int) -> None:
+def test_theil_sen_is_that_of_scipy(seed: int, stats: Any) -> None:
     x, y = series(seed)
     expected = stats.theilslopes(y, x, alpha=0.95)
     assert theil_sen(x, y) == pytest.approx((expected[0], *expected[2:]), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_mann_kendall_is_kendalls_test_over_time(seed: int) -> None:
+def test_mann_kendall_is_kendalls_test_over_time(seed: int, stats: Any) -> None:
     _, y = series(seed)
     n = len(y)
     trend = mann_kendall(y)
@@ -64,7 +72,7 @@ def test_nothing_moves_without_a_trend() -> None:
     assert isnan(theil_sen([1, 1], [1, 2]).value)
 
 
-def test_bootstrap_is_that_of_scipy() -> None:
+def test_bootstrap_is_that_of_scipy(stats: Any) -> None:
     values = np.random.default_rng(0).normal(size=50)
     got = bootstrap(values.tolist(), lambda v: float(np.mean(v)), rounds=4000)
     same = np.random.default_rng(0)  # scipy draws alike
