@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,6 +33,7 @@ from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.global_switches import COMPOSED, eager
 from gradtrace.pytorch.module_calls import Listener, listen, same_in_replicas
 from gradtrace.pytorch.nested import tensors_in
+from gradtrace.pytorch.opened import checked, opened
 from gradtrace.pytorch.wrapped_modules import (
     join,
     named_modules,
@@ -62,6 +63,17 @@ class watch(Session, Listener):
             reports of its traces then lead with what is wrong.
         names: ``{name: tensor}`` for inputs that require grad, which are leaf0, leaf1, ...
             otherwise.
+        open: Operators to compute by elementary ones on this thread: "softmax", "log_softmax",
+            "layer_norm", "rms_norm", "group_norm", "batch_norm". Gradients stay as they are, up to
+            rounding; paths do not, since each piece is an operator. See docs/measures.md.
+
+    >>> import torch, gradtrace as gt
+    >>> scores = torch.nn.Softmax(-1)
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> with gt.watch(scores, open=["softmax"], names={"x": x}) as watch:
+    ...     first = scores(x)[0]
+    >>> watch.backward(first, gt.semirings.COUNT)["x"].tolist()  # fused: one each
+    [2.0, 1.0, 1.0]
     """
 
     _frames = 3  # no function around the method
@@ -73,6 +85,7 @@ class watch(Session, Listener):
         composed: bool = True,
         diagnose: bool = False,
         names: Mapping[str, Tensor] | None = None,
+        open: Sequence[str] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise GradtraceError(
@@ -82,6 +95,11 @@ class watch(Session, Listener):
         super().__init__(names)
         self.model: nn.Module = model
         self.composed = composed
+        self._open = checked(open)
+        if self._open and not composed:
+            raise GradtraceError(
+                "watch opens operators in a pass with composed kernels only; leave composed=True"
+            )
         self._record = ForwardRecord() if diagnose else None
         self._hooks = HookWatch()
         self._stop_listening: Callable[[], None] | None = None
@@ -114,6 +132,7 @@ class watch(Session, Listener):
                 for tensor, _ in self.name_table.leaves.values():
                     self._record.make(tensor)
                 self._contexts.enter_context(ForwardRecorder(self._record, self._innermost))
+            self._contexts.enter_context(opened(self._open))
         except BaseException:
             self._close()
             raise
@@ -282,7 +301,7 @@ class watch(Session, Listener):
         return Subject(roots, self.name_table, self._hooks, called, self._record, self._traced)
 
     def _again(self) -> watch:
-        return watch(self.model, composed=self.composed)
+        return watch(self.model, composed=self.composed, open=self._open)
 
     def _classes(self) -> dict[str, str]:
         return {name: user_class(module).__name__ for name, module in named_modules(self.model)}

@@ -1,8 +1,8 @@
 """Checkpoints made while kernels are composed: they are composed when they are computed again.
 
-A watch composes attention and LSTMs in the forward pass. What a non-reentrant checkpoint left out
-is computed in the backward pass, when the watch is closed. Fused kernels would save other tensors
-than composed ones, which ``torch.utils.checkpoint`` refuses.
+A watch composes attention and LSTMs in the forward pass, and what it was asked to open. What a
+non-reentrant checkpoint left out is computed in the backward pass, when the watch is closed. Fused
+kernels would save other tensors than composed ones, which ``torch.utils.checkpoint`` refuses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.utils import checkpoint
 
 from gradtrace.pytorch import composed_lstm
 from gradtrace.pytorch.global_switches import COMPOSED, Switch
+from gradtrace.pytorch.opened import open_names, opened
 
 _FRAME: Any = vars(checkpoint)["_CheckpointFrame"]
 
@@ -23,10 +24,12 @@ class _ComposedFrame(_FRAME):  # type: ignore[misc]
     """A part of a graph to compute again, with the kernels of the first time."""
 
     def __init__(self, recompute: Callable[..., None], *given: Any, **named: Any) -> None:
+        names = open_names()
+
         def composed(*args: Any) -> None:
             composed_lstm.begin()
             try:
-                with COMPOSED:
+                with COMPOSED, opened(names):
                     recompute(*args)
             finally:
                 composed_lstm.end()
