@@ -158,7 +158,7 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """Each group of channels standardised."""
-    grouped = _wide(x).unflatten(1, (num_groups, -1))
+    grouped = _wide(x).view(x.shape[0], num_groups, -1, *x.shape[2:])
     flat = _standardised(grouped, range(2, grouped.dim()), eps).flatten(1, 2)
     return _affine(flat, _channels(weight, x), _channels(bias, x)).to(x.dtype)
 
@@ -285,5 +285,5 @@ def checked(names: Sequence[str]) -> tuple[str, ...]:
         names = (names,)
     for name in names:
         if name not in OPENED:
-            raise GradtraceError(f"open: {not_one_of('operator', name, OPENED)}")
+            raise GradtraceError(f"open: {not_one_of('operator', name, tuple(OPENED))}")
     return tuple(names)
