@@ -1,13 +1,20 @@
 """The small statistics, held against scipy."""
 
 from itertools import permutations
-from math import isnan
+from math import inf, isnan, nan
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gradtrace.experiments.harness.statistics import Interval, bootstrap, ranks, theil_sen
+from gradtrace.experiments.harness.statistics import (
+    Interval,
+    bootstrap,
+    ranks,
+    student,
+    student_quantile,
+    theil_sen,
+)
 from gradtrace.profiling.trend_tests import mann_kendall
 
 SEEDS = range(8)
@@ -102,3 +109,18 @@ def test_bad_input_is_refused() -> None:
         ranks([1.0, float("nan")])
     with pytest.raises(ValueError, match="as many"):
         theil_sen([1, 2, 3], [1, 2])
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 4, 30])
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.975, 0.9917, 0.01])
+def test_students_quantiles_are_those_of_scipy(share: float, freedom: int, stats: Any) -> None:
+    found = student_quantile(share, freedom)
+    assert found == pytest.approx(stats.t.ppf(share, freedom), rel=1e-5, abs=1e-6)
+
+
+def test_students_interval() -> None:
+    assert student([]).low == student([3.0]).low == -inf
+    assert student([3.0, nan]).value == 3.0
+    assert student([2.0, 2.0, 2.0]) == (2.0, 2.0, 2.0)
+    alone, several = student([1.0, 2.0, 4.0]), student([1.0, 2.0, 4.0], tests=3)
+    assert several.low < alone.low < alone.value < alone.high < several.high

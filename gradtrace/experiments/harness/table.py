@@ -12,6 +12,7 @@ EXPERIMENTS = {
     "planted": "gradtrace.experiments.planted",
     "treebank-scale": "gradtrace.experiments.treebank_scale",
     "shadow-cost": "gradtrace.experiments.shadow_cost",
+    "shadow-cost-cpp": "gradtrace.experiments.shadow_cost_cpp",
     "programs": "gradtrace.experiments.programs",
     "checks": "gradtrace.experiments.checks",
     "first-token": "gradtrace.experiments.first_token",
