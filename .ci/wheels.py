@@ -28,6 +28,7 @@ LIBRARY = "gradtrace/kernels/lib/gradtrace_cpu.so"
 MACHINES = {"x86_64": 62, "aarch64": 183}  # as the header of an ELF file says it
 SAMPLE = os.environ.get("SAMPLE") or "10"  # one test in so many
 NEWEST = 28  # the glibc 2.x that torch asks for
+PROGRAM = "gradtrace/experiments/pointer_graph/"  # C++ that an experiment builds when it is run
 TESTS = ("tests/test_native.py", "tests/test_contract.py", "tests/test_steps.py")
 
 
@@ -84,6 +85,9 @@ def check_library(wheel: Path, arch: str) -> None:
     with zipfile.ZipFile(wheel) as file:
         if LIBRARY not in file.namelist():
             raise SystemExit(f"{wheel.name} has no kernels: did the compiler fail?")
+        sources = {path.name for path in (ROOT / PROGRAM).iterdir() if path.is_file()}
+        if absent := sources - {Path(name).name for name in file.namelist() if PROGRAM in name}:
+            raise SystemExit(f"{wheel.name} lacks {', '.join(sorted(absent))} of {PROGRAM}")
         machine = int.from_bytes(file.read(LIBRARY)[18:20], "little")
     if machine != MACHINES[arch]:
         raise SystemExit(f"the kernels in {wheel.name} are not for {arch}")
@@ -127,6 +131,12 @@ def attempt(wheel: Path) -> None:
     told = run(python, "-m", "gradtrace", "doctor", cwd=where, env=variables)
     if "the bits of the reference" not in told or str(where) not in home(python, where, variables):
         raise SystemExit(f"the kernels of {wheel.name} are not used:\n{told}")
+    show = "from gradtrace.experiments import pointer_graph as p; print(p.digest())\np.built()"
+    done = subprocess.run(
+        [python, "-c", show], text=True, capture_output=True, cwd=where, env=variables
+    )
+    if "cmake and a C++ compiler are not found: install them" not in done.stderr:
+        raise SystemExit(f"without a compiler an experiment does not say so:\n{done.stderr}")
     variables |= {"PYTHONPATH": str(ROOT / ".ci"), "GRADTRACE_SAMPLE": SAMPLE}
     told = run(python, "-m", "pytest", "-q", "-p", "sample", *TESTS, cwd=where, env=variables)
     print(wheel.name, told.strip().splitlines()[-1])

@@ -195,8 +195,9 @@ class Process:
 
     def by_epoch(self, *parts: str) -> Floats:
         """Processor seconds of parts, summed over an epoch."""
-        found: Floats = sum(np.array(self.result[part]) for part in parts)  # type: ignore[assignment]
-        return found.reshape(self.epochs, -1).sum(1)
+        found: Floats = np.sum([self.result[part] for part in parts], axis=0)
+        sums: Floats = found.reshape(self.epochs, -1).sum(1)
+        return sums
 
     def relative(self, *parts: str) -> Floats:
         """The same over the control's."""
@@ -220,7 +221,7 @@ class Process:
 
     def a_batch(self, *names: str) -> float:
         """How much there is more of something after each batch; the first epoch is left out."""
-        values = sum(np.array(self.result[name], float) for name in names)[1:]  # type: ignore[index]
+        values: Floats = np.sum([self.result[name] for name in names], axis=0)[1:]
         if len(values) < 2 or not np.isfinite(values).all():
             return float("nan")
         return theil_sen(range(len(values)), values).value / self.batches
