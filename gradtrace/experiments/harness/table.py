@@ -14,6 +14,7 @@ EXPERIMENTS = {
     "shadow-cost": "gradtrace.experiments.shadow_cost",
     "shadow-cost-cpp": "gradtrace.experiments.shadow_cost_cpp",
     "programs": "gradtrace.experiments.programs",
+    "variations": "gradtrace.experiments.variations",
     "checks": "gradtrace.experiments.checks",
     "first-token": "gradtrace.experiments.first_token",
     "path-entropy": "gradtrace.experiments.path_entropy",

@@ -1,0 +1,86 @@
+"""What is left of the lecture's remarks: batch norm and valleys, parallel dataflow, priors.
+
+Question: Do three remarks of the lecture (source 003) hold: batch normalisation reshapes the
+    landscape "to avoid valleys"; nodes may run "in any topological order" or in parallel, "when
+    inputs are available"; initialisation "can also exploit prior (domain knowledge)"?
+
+Expectation: Normalisation takes away a valley along the features, and not one that is turned
+    against them. All orders give the same bits forwards, not always backwards; workers help as far
+    as the longest path lets them. A prior stays in the answer where samples are fewer than weights,
+    for better and worse, and elsewhere decides which minimum is found.
+
+Method: One part for each, in ``gradtrace.experiments.lecture``, compared with a closed form: the
+    number of updates from curvatures, bounds of Brent and Graham on steps, ``1 - n/d`` of a start's
+    squared error. All gradients are ``gradtrace.backward``'s. Float64. Intervals are Student's, at
+    95%, over seeds.
+
+Seeds: Data, starts, orders and random programs are drawn from generators seeded by the cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
+from gradtrace.experiments.harness.parts import ResultPart, all_cells, all_findings
+from gradtrace.experiments.lecture import dataflow, priors, valleys
+
+PARTS = cast(dict[str, ResultPart], {"valleys": valleys, "dataflow": dataflow, "priors": priors})
+
+QUICK: dict[str, Any] = {
+    "valleys": {"samples": 64, "condition": 100.0, "updates": 300, "rates": [0.3, 1.0]},
+    "dataflow": {"nodes": 31, "orders": 40, "threads": 4, "runs": 3},
+    "priors": {"samples": [5, 10, 40], "steps": 300, "updates": 150, "starts": 32},
+}
+FULL: dict[str, Any] = {
+    "valleys": {
+        "samples": 200,
+        "condition": 100.0,
+        "updates": 500,
+        "rates": [0.1, 0.3, 1.0, 3.0],
+    },
+    "dataflow": {"nodes": 63, "orders": 200, "threads": 4, "runs": 20},
+    "priors": {"samples": [5, 10, 14, 40], "steps": 2500, "updates": 600, "starts": 128},
+}
+SEEDS = Seeds(quick=2, full=8)
+TIMED = False
+FIGURE = "valleys"
+
+
+def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
+    """Those of all parts that have settings."""
+    return all_cells(PARTS, settings, seeds)
+
+
+def measure(cell: Cell, tick: Tick) -> Result:
+    """Hand it to its part."""
+    tick(" ".join(str(x) for x in cell.values() if isinstance(x, str)))
+    return PARTS[cell["part"]].measure(cell, tick)
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    parts = []
+    if found := facts.get("valleys"):
+        along, across = (found["saved"][name][0] for name in ("axes", "turned"))
+        if along and across:
+            parts.append(
+                f"batch normalisation saves {1 - 1 / along:.0%} of the updates in a valley along "
+                f"the features and {1 - 1 / across:.0%} in one across them"
+            )
+    if found := facts.get("dataflow"):
+        same = "the same values" if not found["different"] else "values that differ"
+        parts.append(f"{found['executions']} orders of execution give {same}")
+    if found := facts.get("priors", {}).get("arrived"):
+        nothing, near = found["nothing known"][0], found["near the truth"][0]
+        if nothing is not None and near is not None:
+            parts.append(f"a good first guess finds the best minimum in {near:.0%} of runs, a "
+                         f"blind one in {nothing:.0%}")  # fmt: skip
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:] or 'Nothing was measured'}."
+
+
+def conclude(rows: Sequence[Row]) -> Findings:
+    """All parts' findings, one after another."""
+    return all_findings(PARTS, rows)
