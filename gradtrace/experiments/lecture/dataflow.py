@@ -209,7 +209,8 @@ def _backwards(program: Table_, given: Mapping[str, Tensor]) -> Result:
     graph = gt.graph(loss, names=leaves)
     users: dict[int, list[int]] = {}
     for edge in graph.edges:
-        users.setdefault(edge.producer, []).append(edge.consumer)
+        if edge.producer is not None:
+            users.setdefault(edge.producer, []).append(edge.consumer)
     depth: dict[int, int] = {}
     for at in _from_root(users, len(graph.operators)):
         depth[at] = 1 + max((depth[user] for user in users.get(at, ())), default=0)

@@ -240,7 +240,7 @@ def _facts(groups: Mapping[tuple[str, bool], Sequence[Row]]) -> dict[str, Any]:
          if None not in (row.result["updates"], row.result["expected"])),
         default=0,
     )  # fmt: skip
-    return _json(facts)
+    return {key: _json(value) for key, value in facts.items()}
 
 
 def _log_ratio(a: int | None, b: int | None) -> float | None:
