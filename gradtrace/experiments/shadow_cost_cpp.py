@@ -271,19 +271,26 @@ def headline(facts: Mapping[str, Any]) -> str:
     known = [one[0] for one in facts.get("change", {}).values() if one[0] is not None]
     if not known:
         return "Nothing was measured."
-    slow = [WAYS[name] for name, word in facts["verdicts"].items() if word == "grows"]
-    unsure = [WAYS[name] for name, word in facts["verdicts"].items() if word == "cannot be told"]
-    if slow:
-        start = f"In C++ training becomes slower if graphs are {' or '.join(slow)}"
-    elif unsure:
-        start = f"It cannot be told whether training in C++ becomes slower ({'; '.join(unsure)})"
-    else:
-        start = "Training in C++ does not become slower, even if no graph is ever freed"
+    named = {
+        word: " or ".join(WAYS[name] for name, found in facts["verdicts"].items() if found == word)
+        for word in ("grows", "does not grow", "cannot be told")
+    }
+    told_of = [
+        f"{text} if graphs are {named[word]}"
+        for word, text in (
+            ("grows", "becomes slower"),
+            ("does not grow", "does not become slower"),
+            ("cannot be told", "may or may not become slower"),
+        )
+        if named[word]
+    ]
+    most = [one[2] for one in facts["change"].values() if one[2] is not None]
+    bound = f", by {max(most):+.1%} at most," if most else ""
     kept = facts["bytes_a_batch"].get("cycles", [None])[0]
-    memory = f"; what that costs is memory, {kept / MEGA:.1f} MB a batch" if kept else ""
+    memory = f"; what cycles cost for sure is memory, {kept / MEGA:.1f} MB a batch" if kept else ""
     return (
-        f"{start}: over {facts['batches']:,} batches its processor time changes by "
-        f"{max(known, key=abs):+.1%} at most, where the source reports +60%{memory}."
+        f"Over {facts['batches']:,} batches training in C++ {', '.join(told_of)}{bound} where the "
+        f"source reports +60%{memory}."
     )
 
 

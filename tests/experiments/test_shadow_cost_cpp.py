@@ -142,7 +142,10 @@ def test_who_slows_down_is_named_and_a_slow_machine_is_not() -> None:
         "cycles": "grows",
     }
     assert found.facts["change"]["cycles"][0] == pytest.approx(0.43, abs=0.03)  # over the median
-    assert "becomes slower if graphs are never freed" in shadow_cost_cpp.headline(found.facts)
+    assert (
+        "++ becomes slower if graphs are never freed, in cycles, does not"
+        in shadow_cost_cpp.headline(found.facts)
+    )
 
 
 def test_a_constant_cost_is_no_growth() -> None:
@@ -151,7 +154,9 @@ def test_a_constant_cost_is_no_growth() -> None:
     assert found.facts["more"]["cycles"][0] == pytest.approx(0.2, abs=0.01)
     assert found.facts["more"]["cycles"][1] > 0.15
     assert "beyond all of these intervals" in found.sentence
-    assert "even if no graph is ever freed" in shadow_cost_cpp.headline(found.facts)
+    said = shadow_cost_cpp.headline(found.facts)
+    assert "does not become slower if graphs are freed after each batch or freed" in said
+    assert "may or may not" not in said
 
 
 def test_noise_and_single_processes_tell_nothing() -> None:
@@ -159,7 +164,7 @@ def test_noise_and_single_processes_tell_nothing() -> None:
     alone = shadow_cost_cpp.conclude(made({}, seeds=1)).facts
     for facts in (noisy, alone):
         assert set(facts["verdicts"].values()) == {"cannot be told"}
-        assert "cannot be told" in shadow_cost_cpp.headline(facts)
+        assert "may or may not" in shadow_cost_cpp.headline(facts)
 
 
 def test_the_order_of_rows_does_not_matter_and_that_of_programs_changes() -> None:
