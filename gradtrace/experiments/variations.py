@@ -1,8 +1,9 @@
 """What is left of the lecture's remarks: batch norm and valleys, parallel dataflow, priors.
 
-Question: Do three remarks of the lecture (source 003) hold: batch normalisation reshapes the
-    landscape "to avoid valleys"; nodes may run "in any topological order" or in parallel, "when
-    inputs are available"; initialisation "can also exploit prior (domain knowledge)"?
+Question: Do three remarks of the lecture ("Gradient Computation in Abstract Neural Networks")
+    hold: batch normalisation reshapes the landscape "to avoid valleys"; nodes may run "in any
+    topological order" or in parallel, "when inputs are available"; initialisation "can also exploit
+    prior (domain knowledge)"?
 
 Expectation: Normalisation takes away a valley along the features, and not one that is turned
     against them. All orders give the same bits forwards, not always backwards; workers help as far
