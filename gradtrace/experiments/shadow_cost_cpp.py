@@ -408,8 +408,10 @@ def _memory(found: Sequence[Program]) -> Table:
         )
         for one in found
     )
-    note = "Resident memory and objects after epochs; the six parameters are objects, too. The "
-        "system's time was looked at after the run, when the figure showed late epochs of cycles rise."
+    note = (
+        "Resident memory and objects after epochs; the six parameters are objects, too. The system's "
+        "time was looked at after the run, when the figure showed that late epochs of cycles rise."
+    )
     return Table("Memory and objects", columns, rows, note)
 
 
