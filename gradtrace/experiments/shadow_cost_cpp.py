@@ -409,7 +409,7 @@ def _memory(found: Sequence[Program]) -> Table:
         for one in found
     )
     note = (
-        "Resident memory and objects after epochs; the six parameters are objects, too. The system's "
+        "Resident memory and objects after epochs; six objects are the parameters. The system's "
         "time was looked at after the run, when the figure showed that late epochs of cycles rise."
     )
     return Table("Memory and objects", columns, rows, note)
