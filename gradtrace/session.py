@@ -202,6 +202,10 @@ class Session:
         """What a warning says; a session without a model has nothing to say."""
         return ""
 
+    def _origin_of(self, loss: Tensor) -> str:
+        """Where in the forward pass a loss or a gradient that is not finite began, if known."""
+        return ""
+
     def _diagnosis_of(self, loss: Tensor, trace: Trace) -> Mapping[str, Any] | None:
         """The dict of a ``Diagnosis`` of the loss; a session without a forward record has none."""
         return None
@@ -231,8 +235,11 @@ class Session:
         gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, aliases)
         if nonfinite == "raise":
             doubtful = {name: gradients[name] for name in maybe_nonfinite(named)}
-            with same_on_all_ranks(table.sharded):
-                refuse_nonfinite(doubtful, loss, seed, table, hooks, loss_too=True)
+            try:
+                with same_on_all_ranks(table.sharded):
+                    refuse_nonfinite(doubtful, loss, seed, table, hooks, loss_too=True)
+            except NonFinite as error:
+                raise NonFinite(f"{error}{self._origin_of(loss)}") from None
         names = {leaf.value: name for name, leaf in named.items()}
         found = (program, gradients, rule, granularity, loss.numel(), self._classes(), names)
         return Trace(*found, model=self.model)

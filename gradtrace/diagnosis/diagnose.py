@@ -90,7 +90,7 @@ class Diagnoser:
     def _bad_value(self) -> NonFiniteValue | None:
         """The first value that is NaN or infinite, if the loss or a gradient is."""
         loss, record, origins = self.loss, self.subject.record, None
-        if record is not None:
+        if record is not None and not record.unmeasured:
             leaves = self.subject.names.leaves.values()
             names = {v: names[0] for leaf, names in leaves for v in record.values(leaf)}
             origins = nonfinite.Origins(record, names)

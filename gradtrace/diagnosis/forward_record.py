@@ -12,7 +12,8 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import isinf, isnan
+from functools import cached_property
+from math import inf, isinf, isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -121,6 +122,36 @@ class ForwardRecord:
     storages: dict[tuple[int, int], tuple[StorageWeakRef, int]] = field(default_factory=dict)
     writes: dict[int, int] = field(default_factory=dict)  # by storage: the last value written
     count: int = 0
+    room: float = inf  # the number of operations after which nothing more is recorded
+    everywhere: bool = True  # measures values on all devices, not on the CPU only
+    unmeasured: bool = False  # there were values on other devices
+
+    @property
+    def whole(self) -> bool:
+        """Whether every operation is in it."""
+        return len(self.operations) < self.room
+
+    def measure(self, value: int, tensor: Tensor) -> None:
+        """Note the range of a value. On a GPU that waits for all that was begun there."""
+        if not self.everywhere and tensor.device.type != "cpu":
+            self.unmeasured |= tensor.is_floating_point()
+        elif extent := extent_of(tensor):
+            self.extents[value] = extent
+
+    def extent(self, value: int) -> Extent | None:
+        """The range of a value. Those that operations made were measured at once; parameters and
+        data are measured now, if they still exist.
+        """
+        if value not in self.extents and value not in self.makers:
+            tensor = self._given.get(value, lambda: None)()
+            if tensor is not None:
+                self.measure(value, tensor)
+        return self.extents.get(value)
+
+    @cached_property
+    def _given(self) -> dict[int, weakref.ref[Tensor]]:
+        """The tensors by the value that they have in the end."""
+        return {values[-1]: tensor for tensor, values in self.tensors.values()}
 
     def known(self, tensor: Tensor) -> int | None:
         """The value of a tensor that was seen, or that shares its memory with one."""
@@ -152,8 +183,8 @@ class ForwardRecord:
         """The values that a tensor holds: its own, and what was last written to its memory."""
         known = self.known(tensor)
         own = self.make(tensor) if known is None else known
-        if own not in self.extents and (extent := extent_of(tensor)):
-            self.extents[own] = extent
+        if not self.writes:
+            return {own}
         key = _memory(tensor)
         written = None if key is None else self.writes.get(key[0])
         return {own} if written is None else {own, written}
@@ -248,8 +279,8 @@ def extent_of(tensor: Tensor) -> Extent | None:
         return None
     if tensor.layout is not torch.strided or tensor.is_meta or is_wrapper(tensor) or _batched():
         return None
-    low, high = torch.stack(torch.aminmax(tensor.detach())).tolist()
-    return Extent(low, high, tensor.dtype, tuple(tensor.shape))
+    low, high = torch.aminmax(tensor.detach())
+    return Extent(low.item(), high.item(), tensor.dtype, tuple(tensor.shape))
 
 
 class ForwardRecorder(TorchFunctionMode):
@@ -267,7 +298,7 @@ class ForwardRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch, and record it if it takes or makes values."""
         kwargs = kwargs or {}
-        name = _name(func)
+        name = _name(func) if self.record.whole else ""
         if name == "_set_grad_enabled":
             if not args[0]:
                 self._off_line = place(sys._getframe(1)).line
@@ -303,13 +334,12 @@ class ForwardRecorder(TorchFunctionMode):
         start: int,
     ) -> None:
         record = self.record
-        where = place(sys._getframe(2))
+        where = place(sys._getframe(2), functions=not torch.is_grad_enabled())
         numbers = list(_numbers(call))
         inputs = self._inputs(given, changed, numbers)
         outputs = [*map(record.make, fresh), *map(record.write, changed)]
         for value, tensor in zip(outputs, (*fresh, *changed)):
-            if extent := extent_of(tensor):
-                record.extents[value] = extent
+            record.measure(value, tensor)
         if name in EXITS:  # the value is the number in Python
             record.count += 1
             outputs.append(record.count)
@@ -362,12 +392,16 @@ class ForwardRecorder(TorchFunctionMode):
         self, operation: Operation, given: list[Tensor], made: tuple[Tensor, ...]
     ) -> Element | None:
         """Which element an operation made NaN or infinite, of inputs that were not."""
-        extents = self.record.extents
-        before = [extents[v] for v in operation.inputs if v in extents]
+        record, extents = self.record, self.record.extents
         for value, tensor in zip(operation.outputs, made):
             extent = extents.get(value)
             if extent is None or not extent.bad:
                 continue
+            for each in given:
+                own = record.known(each)
+                if own is not None and own not in extents and own not in record.makers:
+                    record.measure(own, each)
+            before = [extents[v] for v in operation.inputs if v in extents]
             if any(each.nan if extent.nan else each.bad for each in before):
                 continue
             kept = [t for t in given if not any(t is each for each in made)]

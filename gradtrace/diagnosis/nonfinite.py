@@ -51,7 +51,7 @@ class Origins:
     names: dict[int, str]
 
     def _extent(self, value: int) -> Extent | None:
-        return self.record.extents.get(value)
+        return self.record.extent(value)
 
     def _is_bad(self, value: int) -> bool:
         extent = self._extent(value)

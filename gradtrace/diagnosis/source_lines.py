@@ -54,8 +54,9 @@ class Place(NamedTuple):
     inside: str
 
 
-def place(frame: FrameType | None = None) -> Place:
-    """The innermost line outside PyTorch, installed packages and gradtrace.
+def place(frame: FrameType | None = None, functions: bool = True) -> Place:
+    """The innermost line outside PyTorch, installed packages and gradtrace; without ``functions``
+    it is not looked for custom functions, whose forward passes run without gradients.
 
     >>> place().inside
     ''
@@ -72,6 +73,8 @@ def place(frame: FrameType | None = None) -> Place:
             kind = _KINDS[code] = _kind(code)
         if kind == USER:
             mine = mine or SourceLine(code.co_filename, step.f_lineno)
+            if not functions:
+                break
         elif kind == CHECKPOINT:
             inside = "checkpoint"
         elif kind == FUNCTION:

@@ -156,7 +156,7 @@ class ZeroFinder:
         reached = f"A gradient of up to {self.sizes.largest(node):.2g} reaches {where}"
         ranges = ""
         if operation is not None and self.record is not None:
-            extents = [self.record.extents.get(value) for value in operation.inputs]
+            extents = [self.record.extent(value) for value in operation.inputs]
             known = [each for each in extents if each is not None]
             if reason is Reason.ZERO_FACTOR:
                 zero = [each for each in known if each.zero]

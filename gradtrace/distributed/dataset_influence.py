@@ -387,7 +387,7 @@ def _check_batches(rank: int, digest: str, first: str) -> None:
 def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure: Measure) -> Result:
     try:
         with restored(model) as undo:
-            with watch(model) as watched, undo:
+            with watch(model, diagnose=False) as watched, undo:
                 loss = loss_fn(model, batch)
             if not isinstance(loss, Tensor):
                 raise GradtraceError(

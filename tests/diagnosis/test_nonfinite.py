@@ -17,7 +17,7 @@ def test_the_first_bad_value_is_named(name: str) -> None:
     torch.manual_seed(0)
     wanted = CASES[name]
     model, step = wanted.make()
-    with gt.watch(model, diagnose=True) as watch:
+    with gt.watch(model) as watch:
         loss = step()
     found = watch.diagnose(loss)
     bad = found.nonfinite
@@ -30,8 +30,9 @@ def test_the_first_bad_value_is_named(name: str) -> None:
     assert wanted.inputs in "; ".join(bad.inputs), str(found)
     assert found.findings[0].kind == "non-finite" and found.findings[0].line == bad.line
     assert len(found.findings[0].advice) > 20
-    with pytest.raises(gt.errors.NonFinite):
+    with pytest.raises(gt.errors.NonFinite) as error:
         watch.trace(loss)
+    assert f"In the forward pass: {bad.line}" in str(error.value)
 
 
 def test_the_path_by_which_it_spread() -> None:
@@ -47,9 +48,9 @@ def test_the_path_by_which_it_spread() -> None:
     assert hidden.shape[0] > row and hidden.shape[1] > column and bad.value == -math.inf
 
 
-def test_a_plain_watch_says_how_to_find_it() -> None:
+def test_without_a_record_it_is_said_how_to_find_it() -> None:
     model, step = CASES["log_of_zero"].make()
-    with gt.watch(model) as watch:
+    with gt.watch(model, diagnose=False) as watch:
         loss = step()
     found = watch.diagnose(loss)
     assert found.nonfinite is not None and found.nonfinite.of == "loss"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ import gradtrace as gt
 
 @pytest.mark.parametrize("name", CASES)
 def test_reason_module_and_line_are_named(name: str) -> None:
+    """By a watch as it is."""
     torch.manual_seed(0)
     wanted = CASES[name]
     model, step = wanted.make()
-    with gt.watch(model, diagnose=True) as watch:
+    with gt.watch(model) as watch:
         loss = step()
     found = watch.diagnose(loss)
     worst = "warning" if wanted.reason == "got no samples" else "error"
@@ -38,7 +40,7 @@ def test_no_false_alarm(name: str) -> None:
     found = watch.diagnose(loss)
     assert found.healthy and not found.silent, str(found)
     assert found.nonfinite is None
-    with gt.watch(model) as plain:
+    with gt.watch(model, diagnose=False) as plain:
         loss = step()
     assert plain.diagnose(loss).healthy
 
@@ -58,9 +60,14 @@ def test_the_record_changes_nothing() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results))
 
 
-def test_a_plain_watch_names_the_module_and_says_how_to_see_the_line() -> None:
+@pytest.mark.parametrize("forbidden", [True, False])
+def test_without_a_record_the_module_is_named(
+    forbidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was forbidden, or the forward pass has too many operations for it."""
+    monkeypatch.setattr(sys.modules[gt.watch.__module__], "UNASKED_OPERATIONS", 1)
     model, step = CASES["detach_in_forward"].make()
-    with gt.watch(model) as watch:
+    with gt.watch(model, diagnose=False if forbidden else None) as watch:
         loss = step()
     found = watch.diagnose(loss)
     assert [each.parameter for each in found.silent] == ["enc.weight", "enc.bias"]
