@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import nodes
@@ -263,7 +264,9 @@ def _reach(start: Iterable[int], step: Callable[[int], Iterator[int]]) -> set[in
 
 def _memory(tensor: Tensor) -> tuple[int, int] | None:
     """The storage of a tensor and where in it it begins; None if it has no memory of its own."""
-    if tensor.layout is not torch.strided or is_wrapper(tensor) or tensor.is_meta or _batched():
+    if is_wrapper(tensor) or is_lazy(tensor):
+        return None
+    if tensor.layout is not torch.strided or tensor.is_meta or _batched():
         return None
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
@@ -306,6 +309,8 @@ class ForwardRecorder(TorchFunctionMode):
         if not name or torch._C._current_graph_task_id() != -1:  # inside a backward pass
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
+        if any(map(is_lazy, given)):  # parameters that have no numbers yet
+            return func(*args, **kwargs)
         versions = [_version(tensor) for tensor in given]
         needing = [tensor for tensor in given if tensor.requires_grad]
         start = nodes.next_sequence()
