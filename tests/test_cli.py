@@ -303,6 +303,9 @@ def test_demo(tmp_path: Path, as_json: bool) -> None:
     text = " ".join(page.text)
     assert "found 3 of the 3" in text and "rnn, lstm, gru side by side" in text
     assert gradtrace.__version__ in text and "views.third" in text and "output detached" in text
+    written = out.read_text(encoding="utf-8")  # of the competition a sentence and a figure are open
+    assert written.index("too few to tell") < written.index("<details>") < written.index("In full")
+    assert 'data-of="found">views.third<' in written  # the column, for narrow pages
     if not as_json:
         assert str(out) in result.stdout and "views.third" in result.stdout
         return

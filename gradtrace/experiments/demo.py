@@ -170,14 +170,14 @@ answers are known."""
 def page(found: dict[str, Any], first: Look, pictures: dict[str, bytes]) -> str:
     """One file that needs no other: what was planted and found, the report, what to do next."""
     head, *rows = table(found)
-    body = "".join(_row("td", cells) for cells in rows)
+    body = "".join(_row("td", cells, head) for cells in rows)
     told = escape(", ".join(f"{name} {value}" for name, value in found["versions"].items()))
     return html(
         [
             "<h1>Three things were planted in this network. Are they found?</h1>",
             f'<p class="found">{escape(verdict(found))}</p>',
             f"<p>{ABOUT.format(steps=network.STEPS)}</p>",
-            _wide(f"<table>{_row('th', head)}{body}</table>"),
+            _wide(f'<table class="answers">{_row("th", head, head)}{body}</table>'),
             "<h2>The report of this network</h2>",
             "<p>Its modules, its graph, where paths have a choice, and the path of every parameter "
             "element (Paths: pick a cell of the heat map). <code>trace.report</code> writes it as "
@@ -193,7 +193,7 @@ def page(found: dict[str, Any], first: Look, pictures: dict[str, bytes]) -> str:
             "components a network needs? This is the short form of an experiment, which shows how "
             "one is run; it is too small to tell. What the full one found is in "
             "<code>docs/experiments</code>.</p>",
-            section(found["competition"], pictures),
+            section(found["competition"], pictures, folded=True),
             f'<p class="note">{told}</p>',
         ],
         "gradtrace demo",
@@ -204,5 +204,10 @@ def _wide(content: str) -> str:
     return f'<div class="wide" tabindex="0">{content}</div>'
 
 
-def _row(tag: str, cells: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def _row(tag: str, cells: Iterable[str], columns: Iterable[str]) -> str:
+    """A row; cells know their column, which a narrow page shows before each."""
+    made = (
+        f'<{tag} data-of="{escape(column)}">{escape(cell)}</{tag}>'
+        for cell, column in zip(cells, columns)
+    )
+    return f"<tr>{''.join(made)}</tr>"

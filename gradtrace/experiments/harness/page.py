@@ -30,7 +30,8 @@ PAGE = Template("""<!doctype html>
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 56rem; padding: 1rem; color: var(--text); background: var(--page);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
+h1 { font-size: 1.5rem; } * + h1 { margin-top: 3rem; }
+h2 { font-size: 1.2rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
 a { color: var(--link); }
 .found { background: var(--card); border-left: 4px solid var(--link); padding: .75rem 1rem;
   border-radius: 6px; font-size: 1.1rem; }
@@ -43,6 +44,15 @@ caption { text-align: left; padding: .35rem .75rem; color: var(--soft); }
 th, td { padding: .35rem .75rem; text-align: left; vertical-align: top; }
 .number { text-align: right; white-space: nowrap; }
 tr + tr > *, thead + tbody > tr > * { border-top: 1px solid var(--line); }
+pre { margin: 0; padding: .75rem 1rem; font-size: .8125rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+summary { cursor: pointer; color: var(--link); padding: .5rem 0; }
+.answers td:first-child { min-width: 14rem; }
+@media (max-width: 36rem) {
+  .answers tr:first-child { display: none; } .answers td { display: block; }
+  .answers td + td { border-top: 0; } .answers td:first-child { font-weight: 600; }
+  .answers td + td::before { content: attr(data-of) ": "; color: var(--soft); }
+}
 figure { margin: 1.5rem 0; }
 figure img { display: block; width: 100%; max-width: 48rem; height: auto; background: #fff;
   border: 1px solid var(--line); border-radius: 6px; padding: .5rem; }
@@ -87,15 +97,15 @@ def anchor(data: Data) -> str:
     return re.sub(r"[^\w-]", "-", name(data))
 
 
-def section(data: Data, pictures: Mapping[str, bytes]) -> str:
-    """The results of one experiment: a sentence and a figure, then all of it and the method."""
+def section(data: Data, pictures: Mapping[str, bytes], *, folded: bool = False) -> str:
+    """The results of one experiment: a sentence and a figure, then all of it and the method,
+    ``folded`` until somebody asks for it.
+    """
     about, first = data["about"], _lead(data)
     figures = {plot["name"]: _figure(plot, pictures) for plot in data["plots"]}
     figures |= {title: _drawing(title, svg) for title, svg in data["drawings"].items()}
     top = figures.pop(first["figure"], "")
-    parts = [
-        f'<p class="found">{_inline(first["headline"])}</p>',
-        top,
+    rest = [
         f"<h2>In full</h2><p>{_inline(data['sentence'])}</p>",
         "<dl>",
         *(
@@ -109,7 +119,10 @@ def section(data: Data, pictures: Mapping[str, bytes]) -> str:
         *(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts(data)),
         "</dl>",
     ]
-    return "\n".join(parts)
+    if folded:
+        rest = ["<details><summary>All of its results, and how it was run</summary>", *rest]
+        rest.append("</details>")
+    return "\n".join([f'<p class="found">{_inline(first["headline"])}</p>', top, *rest])
 
 
 def _lead(data: Data) -> dict[str, str]:
