@@ -59,9 +59,22 @@ def test_reports_and_large_outputs_are_not_saved() -> None:
     ]
 
 
-def test_the_site_lists_every_notebook() -> None:
-    page = (ROOT / "docs" / "notebooks.md").read_text()
-    for path in NOTEBOOKS:
-        assert f"../examples/{path.name}" in page
-    assert len(NOTEBOOKS) >= 3
-    assert blocks.blocks(ROOT / "docs" / "notebooks.md")
+GUIDES = {
+    "start": "start.md",
+    "learning": "guides/learn.md",
+    "training": "training.md",
+    "semirings": "guides/teach.md",
+}
+"""The guide that each notebook belongs to."""
+
+
+def test_the_site_lists_every_notebook_with_a_badge_that_downloads_it() -> None:
+    docs = ROOT / "docs"
+    assert set(GUIDES) == {path.stem for path in NOTEBOOKS}
+    for stem, guide in GUIDES.items():
+        assert f"[{stem}.ipynb](../examples/{stem}.ipynb)" in (docs / "notebooks.md").read_text()
+        for name in ("notebooks.md", guide):
+            up = "../" * name.count("/")
+            badge = f"{up}images/notebook.svg)]({up}../examples/{stem}.ipynb)"
+            assert f"[![Download the notebook]({badge}" in (docs / name).read_text()
+    assert blocks.blocks(docs / "notebooks.md")
