@@ -8,6 +8,7 @@ EXPERIMENTS = {
     "layers": "gradtrace.experiments.layers",
     "branches": "gradtrace.experiments.branches",
     "competition": "gradtrace.experiments.competition",
+    "planted-competition": "gradtrace.experiments.planted_competition",
     "branch-ablation": "gradtrace.experiments.branch_ablation",
     "planted": "gradtrace.experiments.planted",
     "treebank-scale": "gradtrace.experiments.treebank_scale",
