@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite, log2
+from math import inf, isfinite, log2
 from typing import Any
 
 from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
+from gradtrace.experiments.harness.statistics import Interval
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -16,16 +17,15 @@ from gradtrace.experiments.rivals import (
     Network,
     Rivals,
     bars,
+    by_group,
     correlation,
     correlations,
+    counted,
     differences,
     mean,
     numbers,
-    sentence,
-    verdict,
-)
-from gradtrace.experiments.rivals import (
-    headline as verdicts,
+    stated,
+    task_verdict,
 )
 
 HALF = 0.5
@@ -148,8 +148,40 @@ def trials(rows: Sequence[Row]) -> list[Trial]:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
-    return verdicts(facts, WHAT)
+    """The result in a sentence: of tasks like these, not of these alone."""
+    found = {
+        name: Interval(*(inf if x is None else x for x in row))
+        for name, row in facts["over tasks"].items()
+    }
+    return f"{_answer(found, facts['tasks'])}."
+
+
+def _answer(found: Mapping[str, Interval], tasks: float) -> str:
+    """What the rank correlations let one say, tasks drawn."""
+    if tasks < FEWEST:
+        told = [f"{name} {_told(each)}" for name, each in found.items()]
+        return (
+            f"{counted(tasks, 'task')} too few to tell whether influence predicts {WHAT} "
+            f"(rank correlations: {', '.join(told)})"
+        )
+    rules = [
+        stated(f"influence by {rule}", found[name], int(tasks), "tasks")
+        for rule, name in RULES.items()
+    ]
+    return f"Does influence predict {WHAT}: {'; '.join(rules)}"
+
+
+def _told(interval: Interval) -> str:
+    """With its interval, if there are tasks to draw."""
+    known = -1 < interval.low <= interval.high < 1
+    ends = f" [{interval.low:.2f}, {interval.high:.2f}]" if known else ""
+    return f"{interval.value:.2f}{ends}" if isfinite(interval.value) else "unknown"
+
+
+def _over_tasks(networks: Sequence[Network]) -> dict[str, Interval]:
+    """Correlations with the samples to the target, with intervals that draw tasks."""
+    drawn = by_group(networks)
+    return {name: correlation(drawn, name, "samples") for name in (*RULES.values(), *BASELINES[:2])}
 
 
 def conclude(rows: Sequence[Row]) -> Findings:
@@ -160,13 +192,14 @@ def conclude(rows: Sequence[Row]) -> Findings:
         return Findings("Nothing was measured to the end, so nothing can be said.")
     lost = len(complete) - len(found)
     networks = [trial.network() for trial in found]
-    tasks = sorted({trial.task for trial in found})
+    tasks, drawn = sorted({trial.task for trial in found}), by_group(networks)
     return Findings(
-        f"{_introduction(found)} {sentence(networks, 'samples', WHAT)} {_chain(found)}"
+        f"{_introduction(found)} {_answer(_over_tasks(networks), len(tasks))}. {_chain(found)} "
+        f"{ANEW}"
         + (f" {_number(lost, 'network')} with a loss that is not finite: left out." * bool(lost)),
         tables=(
-            correlations(networks, COSTS, "Scores against the cost of removal"),
-            differences(networks, "samples", "Influence against the baselines"),
+            correlations(networks, COSTS, "Scores against the cost of removal", drawn),
+            differences(networks, "samples", "Influence against the baselines", drawn),
             _by_task(networks),
             _when(found),
             _procedure(found),
@@ -183,6 +216,10 @@ def conclude(rows: Sequence[Row]) -> Findings:
 
 
 WHAT = "how many more samples a network needs without a component"
+ANEW = (
+    "This is the chapter's procedure to the letter; planted-competition asks anew, of more tasks "
+    "and of networks in which it is known which component is needed."
+)
 
 
 def _introduction(found: Sequence[Trial]) -> str:
@@ -203,10 +240,14 @@ def _number(count: int, what: str) -> str:
 def _facts(found: Sequence[Trial], networks: Sequence[Network]) -> dict[str, Any]:
     return {
         "networks": len(found),
+        "tasks": len(by_group(networks)),
         "correlations": numbers(networks, COSTS),
+        "over tasks": {
+            name: [round(float(x), 6) if isfinite(x) else None for x in each]
+            for name, each in _over_tasks(networks).items()
+        },
         "verdicts": {
-            rule: verdict(correlation(networks, name, "samples"), len(networks))
-            for rule, name in RULES.items()
+            rule: task_verdict(by_group(networks), name, "samples") for rule, name in RULES.items()
         },
         "shares add up": all(
             abs(sum(scores[name].values()) - 1) < 1e-9

@@ -80,6 +80,14 @@ def difference(networks: Networks, first: str, second: str, cost: str) -> Interv
     return _interval(_rho(a[None]) - _rho(b[None]), _rho(a[draws]) - _rho(b[draws]))
 
 
+def by_group(networks: Networks) -> list[Network]:
+    """All networks of a group as one: to draw groups, where they are what was drawn."""
+    found: dict[str, tuple[Rivals, ...]] = {}
+    for network in networks:
+        found[network.group] = (*found.get(network.group, ()), *network.rivals)
+    return [Network(group, 0, rivals) for group, rivals in sorted(found.items())]
+
+
 def mean(values: Sequence[float]) -> Interval:
     """The mean over networks, with its interval."""
     array = np.asarray(values, dtype=np.float64)
@@ -156,7 +164,7 @@ def verdict(interval: Interval, networks: int) -> str:
     return "does not predict" if interval.high < WEAK else f"cannot tell from {networks}"
 
 
-def stated(name: str, interval: Interval, networks: int) -> str:
+def stated(name: str, interval: Interval, networks: int, unit: str = "networks") -> str:
     """One measure's verdict as a clause.
 
     >>> stated("greedy", Interval(0.5, 0.2, 0.7), 30)
@@ -166,7 +174,7 @@ def stated(name: str, interval: Interval, networks: int) -> str:
     """
     word = verdict(interval, networks)
     if word.startswith("cannot"):
-        return f"of {name} we {word} networks ({interval})"
+        return f"of {name} we {word} {unit} ({interval})"
     word = word.replace("opposite", "opposite of")
     return f"{name} {word} it ({interval})"
 
@@ -224,13 +232,13 @@ def headline(facts: Mapping[str, Any], what: str) -> str:
     )
 
 
-def counted(networks: int) -> str:
+def counted(count: float, unit: str = "network") -> str:
     """How many there are.
 
-    >>> counted(1), counted(2)
-    ('1 network is', '2 networks are')
+    >>> counted(1), counted(2, "task")
+    ('1 network is', '2 tasks are')
     """
-    return "1 network is" if networks == 1 else f"{networks} networks are"
+    return f"1 {unit} is" if count == 1 else f"{count:g} {unit}s are"
 
 
 def capital(text: str) -> str:
@@ -250,32 +258,50 @@ def listed(names: Sequence[str]) -> str:
 # Tables and plots ---------------------------------------------------------------------------------
 
 
-def correlations(networks: Networks, costs: Mapping[str, str], title: str) -> Table:
-    """Every measure against every kind of cost; ``costs`` maps kinds to what they are called."""
+def correlations(
+    networks: Networks, costs: Mapping[str, str], title: str, drawn: Networks = ()
+) -> Table:
+    """Every measure against every kind of cost; ``costs`` maps kinds to what they are called.
+
+    ``drawn``, if given, are the tasks: verdicts draw these, intervals the networks of them.
+    """
     first = next(iter(costs))
     rows = []
     for measure in measures(networks):
         found = [correlation(networks, measure, cost) for cost in costs]
         hit, chance = hits(networks, measure, first)
         word = verdict(found[0], len(networks))
+        if drawn:
+            word = task_verdict(drawn, measure, first)
         rows.append((measure, *map(str, found), word, f"{hit:.0%} ({chance:.0%})"))
     note = (
         f"Rank correlation within rivals over {len(networks)} networks, with 95% intervals from a "
         f"bootstrap over networks. The verdict is on {costs[first]}, and so is the share of rivals "
         "in which the highest score is the dearest to remove (by chance)."
     )
+    note += f" {TASKS_DRAWN}" * bool(drawn)
     return Table(
         title, ("measure", *costs.values(), "verdict", "top is dearest"), tuple(rows), note
     )
 
 
-def differences(networks: Networks, cost: str, title: str) -> Table:
-    """Each rule less each baseline, paired."""
+TASKS_DRAWN = "Intervals are of these tasks as they are; the verdict is on tasks like them."
+
+
+def task_verdict(drawn: Networks, measure: str, cost: str) -> str:
+    """What the tasks let one say of others; ``drawn`` are those of ``by_group``."""
+    word = verdict(correlation(drawn, measure, cost), len(drawn))
+    return f"{word} task{'s' * (len(drawn) != 1)}" if word.startswith("cannot") else word
+
+
+def differences(networks: Networks, cost: str, title: str, drawn: Networks = ()) -> Table:
+    """Each rule less each baseline, paired; ``drawn`` as in ``correlations``."""
     rows = []
     for rule, name in RULES.items():
         for baseline in BASELINES:
             found = difference(networks, name, baseline, cost)
-            sure = found.sign if len(networks) >= FEWEST else 0
+            judged = difference(drawn, name, baseline, cost) if drawn else found
+            sure = judged.sign if len(drawn or networks) >= FEWEST else 0
             word = {1: "better", -1: "worse", 0: "cannot tell"}[sure]
             rows.append((rule, baseline, round(found.value, 3), *_ends(found), word))
     columns = ("rule", "baseline", "difference", "low", "high", "influence is")

@@ -203,8 +203,8 @@ def test_findings(rows: list[Row]) -> None:
     assert found == competition.conclude(rows[::-1])
     assert found.facts["networks"] == 2
     assert found.facts["shares add up"]
-    assert found.facts["verdicts"] == dict.fromkeys(RULES, "cannot tell from 2")
-    assert "2 networks are too few" in found.sentence and "predicts it" not in found.sentence
+    assert found.facts["verdicts"] == dict.fromkeys(RULES, "cannot tell from 1 task")
+    assert "1 task is too few" in found.sentence and "predicts it" not in found.sentence
     for table in found.tables:
         assert all(len(row) == len(table.columns) for row in table.rows)
 

@@ -84,6 +84,7 @@ def test_answers_by_hand() -> None:
 @pytest.mark.parametrize("contest", CONTESTS)
 def test_outputs_of_rivals_have_the_same_size_at_the_start(contest: str) -> None:
     model = network(contest)
+    model.requires_grad_(False)
     h = model.stem(model.draw(2000, generator(3))[0])
     sizes = [float(part(h[:, int(k)]).std(0).mean()) for k, part in model.parts.items()]
     assert sizes == pytest.approx([1, 1, 1], rel=0.15)
