@@ -22,7 +22,7 @@ from gradtrace.experiments.rival_verdicts import CEILING, MEASURES, TAYLOR, Cont
 SMALL = planted_competition.QUICK | {
     "families": ["recall"],
     "budget": 1,
-    "traced": 8,
+    "traced": 4,
     "evaluated": 16,
     "width": 4,
     "batch": 8,
@@ -48,6 +48,11 @@ def rows() -> list[Row]:
         (c, planted_competition.measure(c, nothing)) for c in planted_competition.cells(SMALL, 1)
     ]
     return [Row(*json.loads(json.dumps(each))) for each in found]
+
+
+@pytest.fixture(autouse=True)
+def fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rival_verdicts, "ROUNDS", 200)
 
 
 # Tasks --------------------------------------------------------------------------------------------
@@ -122,7 +127,7 @@ def test_a_stack_gives_back_what_was_pushed_first_last() -> None:
             each.zero_()
         eye = torch.eye(4)
         stack.read.weight[:, :4], stack.push.weight[:] = 3 * eye, 3 * eye
-        stack.act.weight[0, :2], stack.act.weight[1, 2] = 50.0, 50.0  # letters 0, 1 push, 2 pops
+        stack.act.weight[0, :2], stack.act.weight[1, 2] = 50.0, 200.0  # 0 and 1 push, 2 pops
         words = torch.tensor([[0, 1, 2], [1, 0, 2]])
         stack.read.weight[:, 8:] = eye  # the top is read at the end
         found = stack(eye[words])
