@@ -103,7 +103,7 @@ def measure(cell: Cell, tick: Tick) -> Result:
         looks: list[dict[str, Any]] = []
         reached = _train(network, cell, held, looks)
         tick(f"{_name(cell)}: {network.task.name}, target at {reached}")
-        found = {
+        found: Result = {
             "task": network.task.name,
             "names": network.names,
             "truth": network.truth,

@@ -133,9 +133,9 @@ class Contests:
     def __init__(self, trials: Sequence[Trial]) -> None:
         self.trials = trials
         places = [trial.place for trial in trials]
-        self.tasks, self.seeds, self.contests = (
-            sorted({place[k] for place in places}, key=str) for k in range(3)
-        )
+        self.tasks = sorted({place[0] for place in places})
+        self.seeds = sorted({place[1] for place in places})
+        self.contests = sorted({place[2] for place in places})
         source = np.random.default_rng(0)
         tasks, seeds = len(self.tasks), len(self.seeds)
         self._draw = source.integers(tasks, size=(ROUNDS, tasks))
