@@ -11,6 +11,7 @@ EXPERIMENTS = {
     "planted-competition": "gradtrace.experiments.planted_competition",
     "branch-ablation": "gradtrace.experiments.branch_ablation",
     "planted": "gradtrace.experiments.planted",
+    "induction": "gradtrace.experiments.induction",
     "treebank-scale": "gradtrace.experiments.treebank_scale",
     "shadow-cost": "gradtrace.experiments.shadow_cost",
     "shadow-cost-cpp": "gradtrace.experiments.shadow_cost_cpp",
