@@ -12,11 +12,11 @@ Method: Each network (``gradtrace.experiments.induction_network``) has two layer
 12 units, 48 units in its stream, no layer norm and no other layers. Texts have 32 of 32 words and
 repeat a segment of 8 to 16 different words; as periods differ, no fixed distance tells the next
 word. Adam trains until 95% of the words that can be known are right, looked at every 20 steps, or
-for 2,000 steps; a network that fails is counted and kept. *Truth*, on 512 new texts at the end: by
+for 2,000 steps; a network that fails is counted and kept. *Truth*, on 256 new texts at the end: by
 how much the loss rises if a head's output is replaced by its mean over texts (8 heads), and if only
 one head of the second layer reads that mean (16 pairs), or only its query, key or value (48 pairs).
-The same on 512 others tells how well the truth agrees with itself. *Measures* score heads and pairs
-at the end, and at step 0 as a control, each at a cost of 64 backward passes
+The same on 256 others tells how well the truth agrees with itself. *Measures* score heads and pairs
+at the end, and at step 0 as a control, each at a cost of 32 backward passes
 (``gradtrace.experiments.planted_scores``): those that cost more see fewer texts. *Agreement* in a
 network is the rank correlation (Spearman's) of score and truth; beside it Kendall's, the AUC of the
 top quarter, and whether the largest is the largest. Intervals (95%) are bootstrapped over networks;
@@ -29,8 +29,8 @@ Limits: Networks are tiny and have neither layer norm nor other layers, and the 
 circuit. Several heads of a layer often do the same work: each alone then costs little, and what
 ablation says of one depends on the others. Mean ablation and patching are themselves answers to one
 question, what the loss would be with less information; a measure of where gradient flows may be
-right about another. Decomposition needs a pass for each component, so at equal cost it sees one or
-two texts.
+right about another. EAP is scored by absolute value, as its authors do, the truth has a sign.
+Decomposition needs a pass for each component, so at equal cost it sees a single text.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ FULL: dict[str, Any] = {
     "target": 0.95,
     "rate": 0.003,
     "batch": 64,
-    "passes": 64,
-    "evaluated": 512,
+    "passes": 32,
+    "evaluated": 256,
 }
-QUICK: dict[str, Any] = FULL | {"steps": 40, "passes": 16, "evaluated": 64}
+QUICK: dict[str, Any] = FULL | {"steps": 40, "passes": 8, "evaluated": 64}
 SEEDS = Seeds(quick=2, full=20)
 TIMED = False
 FIGURE = "agreement"
