@@ -463,12 +463,11 @@ def _in_full(question: Question, differences: Mapping[tuple[str, str], Differenc
 
 def _circuit(rows: Sequence[Row]) -> Table:
     """What the truth says of the networks: how much is at stake, and by which port."""
-    largest = []
+    largest: list[tuple[str, str, str | None]] = []
     for name, title in QUESTIONS.items():
         values = [sorted(row.result["truth"][name].values(), reverse=True) for row in rows]
         high, middle = (
-            _mean(np.array([float(each[k]) for each in values]))
-            for k in (0, len(values[0]) // 2)
+            _mean(np.array([float(each[k]) for each in values])) for k in (0, len(values[0]) // 2)
         )
         largest.append((title, _told(high), _told(middle)))
     for port in PORTS:
@@ -476,7 +475,9 @@ def _circuit(rows: Sequence[Row]) -> Table:
             sum(v for k, v in row.result["truth"]["ports"].items() if k.endswith(port))
             for row in rows
         ]
-        largest.append((f"sum of all pairs that end in a {port}", _told(_mean(np.array(sums))), None))
+        largest.append(
+            (f"sum of all pairs that end in a {port}", _told(_mean(np.array(sums))), None)
+        )
     for layer, what in (("one", "to the word before"), ("two", "to the word to copy")):
         most = [
             max(v for k, v in row.result["attention"].items() if k.startswith(layer))

@@ -62,7 +62,8 @@ class Head(nn.Module):
     def weights(self, x: Tensor) -> Tensor:
         """How much each position attends to each: (samples, length, length)."""
         scores = self.query(x) @ self.key(x).transpose(-1, -2) / HEAD**0.5
-        return scores.masked_fill(~self.get_buffer("seen"), float("-inf")).softmax(-1)
+        weights: Tensor = scores.masked_fill(~self.get_buffer("seen"), float("-inf")).softmax(-1)
+        return weights
 
     def forward(self, x: Tensor) -> Tensor:
         """What it adds to the stream."""

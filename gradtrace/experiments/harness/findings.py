@@ -1,7 +1,7 @@
 """The interface of an experiment, and its findings.
 
 An experiment is a module with these names; the first four paragraphs of its docstring start with
-``Question:``, ``Expectation:``, ``Method:`` and ``Seeds:``::
+``Question:``, ``Expectation:``, ``Method:`` and ``Seeds:``, and one may start with ``Limits:``::
 
     QUICK = {"layers": [1, 10], "rounds": 3}     # under a minute on two cores
     FULL = {"layers": [1, 10, 100], "rounds": 9} # within two hours

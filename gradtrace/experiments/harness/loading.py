@@ -16,6 +16,7 @@ from gradtrace.experiments.harness.findings import Experiment
 from gradtrace.tools import user_script
 
 PARTS = ("Question", "Expectation", "Method", "Seeds")
+OPTIONAL = ("Limits",)
 """The first words of the paragraphs of an experiment's docstring."""
 
 KINDS: dict[str, tuple[Any, str]] = {
@@ -83,11 +84,15 @@ def load(source: ExperimentSource) -> Experiment:
 
 
 def about(experiment: Experiment, name: str) -> dict[str, str]:
-    """``{"question": ..., "expectation": ..., "method": ..., "seeds": ...}`` of the docstring."""
+    """``{"question": ..., "expectation": ..., "method": ..., "seeds": ...}`` of the docstring, and
+    ``"limits"`` where it has such a paragraph.
+    """
     paragraphs = inspect.cleandoc(experiment.__doc__ or "").split("\n\n")
     found = {}
-    for part in PARTS:
+    for part in PARTS + OPTIONAL:
         texts = [text for text in paragraphs if text.startswith(f"{part}:")]
+        if not texts and part in OPTIONAL:
+            continue
         if not texts:
             raise GradtraceError(
                 f"{name}: its docstring has a paragraph each that starts with "

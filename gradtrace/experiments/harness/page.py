@@ -14,6 +14,9 @@ from gradtrace.experiments.harness.results import facts, lead, name, numeric, to
 Data = Mapping[str, Any]
 """Content of a ``results.json``."""
 
+PARTS = ("question", "expectation", "method", "seeds", "limits")
+"""What a page says of an experiment, as far as its docstring does."""
+
 PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -110,7 +113,8 @@ def section(data: Data, pictures: Mapping[str, bytes], *, folded: bool = False) 
         "<dl>",
         *(
             f"<dt>{part.capitalize()}</dt><dd>{_inline(about[part])}</dd>"
-            for part in ("question", "expectation", "method", "seeds")
+            for part in PARTS
+            if part in about
         ),
         "</dl>",
         *figures.values(),
@@ -189,7 +193,7 @@ def markdown(data: Data, files: Mapping[str, str]) -> str:
         lines += ["", shown.pop(first["figure"])]
     lines += ["", "## In full", "", _quiet(data["sentence"])]
     lines += ["", f"Written by `{command(data)}`."]
-    for part in ("question", "expectation", "method", "seeds"):
+    for part in (part for part in PARTS if part in about):
         lines += ["", f"*{part.capitalize()}.* {_quiet(about[part])}"]
     for figure in shown.values():
         lines += ["", figure]
