@@ -37,11 +37,15 @@ Settings = Annotated[
     Option("--set", metavar="KEY=VALUE", help="Change a setting; may be given again."),
 ]
 Text = Annotated[Path | None, Option(help="A text file to take for the embedded data.")]
-Docs = Annotated[Path | None, Option(help="Write Markdown, JSON and pictures here as well.")]
+Docs = Annotated[Path | None, Option(help="Write Markdown, JSON, rows and pictures here, too.")]
 Title = Annotated[
     str | None, Option("--name", help="What to call it, if it is on other data or settings.")
 ]
 Restart = Annotated[bool, Option("--restart", help="Set earlier rows aside and begin anew.")]
+Rows = Annotated[
+    Path | None,
+    Option("--rows", help="Measure nothing: make tables and figures of published rows."),
+]
 OnRay = Annotated[bool, Option("--ray", help="Measure on a Ray cluster (extra ray).")]
 
 
@@ -67,6 +71,7 @@ def experiment(
     docs: Docs = None,
     called: Title = None,
     restart: Restart = False,
+    rows: Rows = None,
     on_ray: OnRay = False,
     as_json: Json = False,
 ) -> None:
@@ -77,7 +82,8 @@ def experiment(
         _write_list(command.listed(), as_json)
         return
     asked = command.ExperimentOptions(
-        quick, seeds, workers, out, tuple(settings or ()), text, docs, restart, on_ray, called
+        *(quick, seeds, workers, out, tuple(settings or ()), text, docs, restart, on_ray, called),
+        rows=rows,
     )
     done = command.run(command.sources(name, every), asked, say)
     if done.spoken and as_json:

@@ -274,15 +274,12 @@ def agreement(truth: Mapping[str, float], said: Mapping[str, float]) -> dict[str
 
 def headline(facts: Mapping[str, Any]) -> str:
     """The result in a sentence."""
-    best = facts["best"]
-    said = "; ".join(
-        f"{word} {_told(best[name]['ours'])} ({best[name]['our name']}) against "
-        f"{_told(best[name]['theirs'])} ({best[name]['their name']})"
-        for name, word in (("heads", "heads"), ("pairs", "pairs"), ("ports", "query, key, value"))
-    )
+    heads, pairs = facts["best"]["heads"], facts["best"]["pairs"]
     return (
-        f"{facts['formed']} of {facts['networks']} networks learned to copy; the agreement with "
-        f"what removal costs (1 is perfect), of our best measure and the best simple one: {said}."
+        f"In {facts['networks']} small networks, of which {facts['formed']} learned to copy "
+        f"repeated text, our best measure agrees with what removing a head costs to "
+        f"{_told(heads['ours'])} (1 is perfect), the best simple one to {_told(heads['theirs'])}; "
+        f"for pairs of heads it is {_told(pairs['ours'])} against {_told(pairs['theirs'])}."
     )
 
 

@@ -5,7 +5,7 @@
 - ``INCIDENT``: the metadata of ``.gradtrace`` files of steps that went wrong,
 - ``JOURNALS``: the metadata of checkpoints of ``gradtrace.influence`` and ``gradtrace.decompose``,
 - ``LINES``: the lines of a Monitor's ``.jsonl``, by kind,
-- ``ROWS``: the header and the rows of an experiment's journal.
+- ``ROWS``: the header and the rows of an experiment's journal, and the header of published rows.
 
 Numbers must also be consistent: no more elements pass through a component than are eligible, the
 elements of a path are within their tensors, and so on. A checksum detects damage, not malice, so
@@ -506,6 +506,20 @@ ROWS = {
         settings=_settings,
     ),
     "row": including(cell=mapping(anything()), result=mapping(anything()), seconds=finite(0)),
+    "published": including(
+        schema=integer(),
+        experiment=text(),
+        name=text(),
+        command=text(),
+        form=text(),
+        settings=_settings,
+        seeds=integer(),
+        cells=integer(),
+        seconds=finite(0),
+        machines=array(MACHINE),
+        versions=array(mapping(text())),
+        date=text(),
+    ),
 }
 
 

@@ -135,7 +135,8 @@ def whole(mine: Path, tmp_path: Path) -> Path:
 def test_a_run_leaves_results_pictures_and_pages(whole: Path) -> None:
     folder = whole / "mine"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"rows", "results.json", "index.html", "sums.png", "a-b.svg"}
+    files = {"results.json", "rows.jsonl.gz", "index.html", "sums.png", "a-b.svg"}
+    assert names == {"rows", *files}
     assert (folder / "sums.png").read_bytes().startswith(b"\x89PNG")
     assert (whole / "index.html").exists()
     data = json.loads((folder / "results.json").read_text())
@@ -826,7 +827,8 @@ def test_markdown_for_the_docs(mine: Path, whole: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     assert run(mine, "--quick", "--out", whole, "--docs", docs).exit_code == 0
     names = {path.name for path in docs.iterdir()}
-    assert names == {"index.md", "mine.md", "mine.json", "mine-sums.png", "mine-a-b.svg"}
+    files = {"mine.md", "mine.json", "mine.rows.jsonl.gz", "mine-sums.png", "mine-a-b.svg"}
+    assert names == {"index.md", *files}
     text = (docs / "mine.md").read_text()
     assert "\\<script\\>" in text and "<script>" not in text and r"\|x\|" in text
     assert "![Sums of $x$ \\<i\\>](mine-sums.png)" in text and "`a & b`" in text

@@ -13,12 +13,12 @@ from typing import Any
 
 from gradtrace.distributed.process_group import ProcessGroup, joined, launched
 from gradtrace.errors import GradtraceError, RankFailed, did_you_mean, needs
-from gradtrace.experiments.harness import drawing
+from gradtrace.experiments.harness import drawing, results
 from gradtrace.experiments.harness.code import refresh
 from gradtrace.experiments.harness.findings import Experiment
 from gradtrace.experiments.harness.loading import ExperimentSource, about, load
 from gradtrace.experiments.harness.publishing import document, gather, publish
-from gradtrace.experiments.harness.runner import RunPlan, Say
+from gradtrace.experiments.harness.runner import Outcome, RunPlan, Say, recomputed
 from gradtrace.experiments.harness.runner import run as run_plan
 from gradtrace.experiments.harness.table import available
 
@@ -44,6 +44,7 @@ class ExperimentOptions:
     restart: bool = False
     ray: bool = False
     name: str | None = None
+    rows: Path | None = None
 
     @property
     def form(self) -> str:
@@ -52,8 +53,8 @@ class ExperimentOptions:
 
     @property
     def folder(self) -> Path:
-        """The output folder; by default, each form has its own."""
-        return self.out or OUT / self.form
+        """The output folder; by default, each form has its own, and what is made of rows."""
+        return self.out or OUT / ("again" if self.rows else self.form)
 
 
 @dataclass
@@ -97,6 +98,7 @@ def run(
     """Run one or more experiments; of several, a failed one does not stop the others."""
     chosen = list(chosen)
     _check_name(asked.name, chosen)
+    _check_rows(asked.rows, chosen)
     if not drawing.possible():
         say(NO_FIGURES)
     try:
@@ -125,17 +127,22 @@ def _run(
 
 
 def _one(one: RunPlan, asked: ExperimentOptions, done: ExperimentOutcome, say: Say) -> None:
-    say(f"{one.title} ({one.form})")
-    outcome = run_plan(one, say)
+    if asked.rows is not None:
+        say(f"{one.title}, of the rows in {asked.rows}")
+        outcome: Outcome | None = recomputed(one.source, asked.rows)
+    else:
+        say(f"{one.title} ({one.form})")
+        outcome = run_plan(one, say)
     if outcome is None:
         return
-    done.found[one.title] = outcome.data
-    done.page = publish(outcome.data, outcome.plots, one.folder)
+    folder = one.out / results.name(outcome.data)
+    done.found[results.name(outcome.data)] = outcome.data
+    done.page = publish(outcome.data, outcome.plots, folder, outcome.rows)
     every = gather(one.out)
     if len(done.found) > 1:
         done.page = every
     if asked.docs is not None:
-        document(outcome.data, one.folder, asked.docs)
+        document(outcome.data, folder, asked.docs)
 
 
 def _check_name(name: str | None, chosen: list[ExperimentSource]) -> None:
@@ -151,6 +158,16 @@ def _check_name(name: str | None, chosen: list[ExperimentSource]) -> None:
         )
     if name != chosen[0].name and name in available():
         raise GradtraceError(f"--name {name} is another experiment's name")
+
+
+def _check_rows(rows: Path | None, chosen: list[ExperimentSource]) -> None:
+    """Check ``--rows``, which is of one run."""
+    if rows is None:
+        return
+    if len(chosen) > 1:
+        raise GradtraceError("--rows is of one experiment, not of --all")
+    if not rows.is_file():
+        raise GradtraceError(f"there is no file {str(rows)!r} (in {Path.cwd()})")
 
 
 def _quiet(line: str) -> None:

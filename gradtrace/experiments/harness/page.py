@@ -9,6 +9,7 @@ from html import escape
 from string import Template
 from typing import Any
 
+from gradtrace.experiments.harness.published_rows import FILE as ROWS
 from gradtrace.experiments.harness.results import facts, lead, name, numeric, told
 
 Data = Mapping[str, Any]
@@ -183,7 +184,9 @@ def _row(tag: str, cells: Iterable[str], right: Sequence[bool]) -> str:
 
 
 def markdown(data: Data, files: Mapping[str, str]) -> str:
-    """The page of one experiment for the docs; ``files`` are its pictures by plot or drawing."""
+    """The page of one experiment for the docs; ``files`` are its pictures by plot or drawing, and
+    that of its rows.
+    """
     about, first = data["about"], _lead(data)
     titles = {plot["name"]: plot["title"] for plot in data["plots"]}
     titles |= {title: title for title in data["drawings"]}
@@ -202,6 +205,9 @@ def markdown(data: Data, files: Mapping[str, str]) -> str:
         lines += ["", _quiet(table["note"])] if table["note"] else []
     lines += ["", "## How it was run", ""]
     lines += [f"- {fact}: {_quiet(value)}" for fact, value in facts(data)]
+    if ROWS in files:
+        again = f"gradtrace experiment {data['experiment']} --rows {files[ROWS]}"
+        lines += [f"- Rows: [{files[ROWS]}]({files[ROWS]}); `{again}` makes every table of them"]
     return "\n".join(lines) + "\n"
 
 

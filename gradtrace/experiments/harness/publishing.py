@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradtrace.experiments.harness import drawing, page, results
+from gradtrace.experiments.harness import drawing, page, published_rows, results
 from gradtrace.experiments.harness.findings import Plot
 from gradtrace.experiments.harness.results import write
 from gradtrace.experiments.harness.table import EXPERIMENTS
@@ -15,10 +15,14 @@ from gradtrace.experiments.harness.table import EXPERIMENTS
 INDEX = "index.html"
 
 
-def publish(data: dict[str, Any], plots: Iterable[Plot], folder: Path) -> Path:
-    """Write ``results.json``, a PNG for each plot, an SVG for each drawing, and the page."""
+def publish(data: dict[str, Any], plots: Iterable[Plot], folder: Path, rows: bytes = b"") -> Path:
+    """Write ``results.json``, a PNG for each plot, an SVG for each drawing, the rows as one file,
+    and the page.
+    """
     pictures = {plot.name: drawing.png(plot) for plot in plots} if drawing.possible() else {}
     write(folder / results.FILE, results.text(data))
+    if rows:
+        write(folder / published_rows.FILE, rows)
     for name, content in pictures.items():
         write(folder / f"{file_name(name)}.png", content)
     for title, svg in data["drawings"].items():
@@ -39,9 +43,13 @@ def gather(out: Path) -> Path:
 
 
 def document(data: dict[str, Any], folder: Path, docs: Path) -> None:
-    """Write an experiment's Markdown, JSON and pictures, and the list of all in the folder."""
+    """Write an experiment's Markdown, JSON, rows and pictures, and the list of all there."""
     name = results.name(data)
     files = {}
+    rows = folder / published_rows.FILE
+    if rows.exists():
+        files[published_rows.FILE] = f"{file_name(name)}.{published_rows.FILE}"
+        write(docs / files[published_rows.FILE], rows.read_bytes())
     for title, kind in [*((p["name"], "png") for p in data["plots"]),
                         *((title, "svg") for title in data["drawings"])]:  # fmt: skip
         drawn = folder / f"{file_name(title)}.{kind}"

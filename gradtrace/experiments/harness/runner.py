@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from gradtrace.distributed.process_group import ProcessGroup
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.harness import machine, pools, results
+from gradtrace.experiments.harness import machine, pools, published_rows, results
 from gradtrace.experiments.harness.code import code
 from gradtrace.experiments.harness.findings import Cell, Plot, Row
 from gradtrace.experiments.harness.journal import Journal, key
@@ -78,10 +78,11 @@ class RunPlan:
 
 
 class Outcome(NamedTuple):
-    """The content of ``results.json``, and the plots to draw."""
+    """The content of ``results.json``, the plots to draw, and the rows to publish, packed."""
 
     data: dict[str, Any]
     plots: tuple[Plot, ...]
+    rows: bytes
 
 
 def run(plan: RunPlan, say: Say) -> Outcome | None:
@@ -111,7 +112,7 @@ def _raise_errors(said: list[dict[str, Any]]) -> None:
 
 
 def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
-    experiment, name = load(plan.source), plan.source.name
+    name = plan.source.name
     entries, headers = journal.read()
     missing = sum(key(cell) not in entries for cell in cells)
     if missing:
@@ -119,15 +120,12 @@ def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
             f"{missing} of {len(cells)} rows are not in {journal.rows}: --out must be one folder "
             "that all machines share, and all must have the same code and versions"
         )
-    with plan.source.running():
-        findings = experiment.conclude([Row(c, entries[key(c)].result) for c in cells])
     ran = {
         "schema": results.SCHEMA,
         "experiment": name,
         "name": plan.title,
         "command": plan.command,
         "form": plan.form,
-        "about": about(experiment, name),
         "settings": dict(plan.settings),
         "seeds": plan.seeds,
         "cells": len(cells),
@@ -136,9 +134,29 @@ def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
         "versions": _distinct(h["versions"] for h in headers if "versions" in h),
         "date": time.strftime("%Y-%m-%d"),
     }
-    made = ran | results.found(findings, name)
-    with plan.source.running():
-        return Outcome(made | results.lead(experiment, made), findings.plots)
+    made = [(cell, entries[key(cell)]) for cell in cells]
+    rows = [Row(cell, entry.result) for cell, entry in made]
+    return _outcome(plan.source, ran, rows, published_rows.packed(ran, made))
+
+
+def recomputed(source: ExperimentSource, path: Path) -> Outcome:
+    """What a file of published rows says, by the code as it is now; nothing is measured."""
+    ran, rows = published_rows.unpacked(path)
+    if ran["experiment"] != source.name:
+        raise GradtraceError(f"{path} has rows of {ran['experiment']}, not of {source.name}")
+    return _outcome(source, ran, rows, atomic_files.content(path))
+
+
+def _outcome(
+    source: ExperimentSource, ran: Mapping[str, Any], rows: list[Row], kept: bytes
+) -> Outcome:
+    experiment = load(source)
+    with source.running():
+        findings = experiment.conclude(rows)
+    told = {"about": about(experiment, source.name), **results.found(findings, source.name)}
+    made = {**ran, **told}
+    with source.running():
+        return Outcome(made | results.lead(experiment, made), findings.plots, kept)
 
 
 def _cells(plan: RunPlan) -> list[Cell]:

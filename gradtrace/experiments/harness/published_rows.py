@@ -1,0 +1,90 @@
+"""The rows of a finished run as one file beside its page: ``NAME.rows.jsonl.gz``.
+
+The first line says how the run was made, each other line is a cell with its result and the seconds
+it took, in the order of the cells::
+
+    {"schema": 1, "experiment": "induction", "form": "full", "settings": {...}, "seeds": 20, ...}
+    {"cell": {...}, "result": {...}, "seconds": 0.8}
+
+Equal runs make equal files: the header of gzip holds no time and no name. ``gradtrace experiment
+NAME --rows FILE`` makes every table and figure again from such a file, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradtrace.errors import GradtraceError
+from gradtrace.experiments.harness.findings import Cell, Row
+from gradtrace.experiments.harness.journal import JournalEntry
+from gradtrace.io import atomic_files, jsonl, schemas
+from gradtrace.io.atomic_files import BadFile
+from gradtrace.io.strict_json import parse
+from gradtrace.io.validation import SchemaMismatch
+
+FILE = "rows.jsonl.gz"
+MOST = 1_000_000_000
+"""The most bytes of a file, packed or not."""
+
+RAN = (
+    *("schema", "experiment", "name", "command", "form", "settings", "seeds", "cells", "seconds"),
+    *("machines", "versions", "date"),
+)
+"""The fields of ``results.json`` that tell how a run was made."""
+
+
+class PublishedRows(NamedTuple):
+    """How a run was made, and its rows."""
+
+    ran: dict[str, Any]
+    rows: list[Row]
+
+
+def packed(ran: Mapping[str, Any], rows: Iterable[tuple[Cell, JournalEntry]]) -> bytes:
+    """The content of the file."""
+    out = io.BytesIO()
+    with gzip.GzipFile("", "wb", compresslevel=9, fileobj=out, mtime=0) as file:
+        file.write(jsonl.line_of({name: ran[name] for name in RAN}))
+        for cell, entry in rows:
+            row = {"cell": cell, "result": entry.result, "seconds": round(entry.seconds, 6)}
+            file.write(jsonl.line_of(row, nan=True))
+    return out.getvalue()
+
+
+def unpacked(path: Path) -> PublishedRows:
+    """The content of a file; raises an error that says what is wrong with it."""
+    lines = _text(path).splitlines(keepends=True)
+    found: list[Row] = []
+    ran: dict[str, Any] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse(line, nan=True)
+            schemas.ROWS["published" if number == 1 else "row"](row)
+        except SchemaMismatch as error:
+            raise GradtraceError(f"{path}, line {number} is damaged ({error})") from error
+        if number == 1:
+            ran = dict(row)
+        else:
+            found.append(Row(row["cell"], row["result"]))
+    if ran.get("cells") != len(found):
+        raise GradtraceError(f"{path} is not whole: give a file that --docs wrote")
+    return PublishedRows({name: ran[name] for name in RAN}, found)
+
+
+def _text(path: Path) -> bytes:
+    try:
+        raw = atomic_files.content(path, MOST)
+        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+            text = file.read(MOST + 1)
+    except BadFile as error:
+        raise GradtraceError(str(error)) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise GradtraceError(f"{path} is not a file of rows: {error}") from error
+    if len(text) > MOST:
+        raise GradtraceError(f"{path} has more than {MOST:,} bytes")
+    return text
