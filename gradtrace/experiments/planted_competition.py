@@ -31,8 +31,8 @@ it is *equivalent* to Taylor where the 90% interval of the difference lies withi
 one-sided tests). Mean ablation on other held-out samples is the ceiling.
 
 Seeds: one for each task, contest and repetition: weights, what is planted where, batches and
-samples; by default 1, so that a draw of tasks is one of seeds, too. Two were planned, and a budget
-of 300 steps; both were cut for want of machine time, when four networks had been seen.
+samples; by default 1: then a draw of tasks is one of seeds, too. A budget of 300 steps was cut to
+200 for want of machine time, when four networks had been seen.
 """
 
 from __future__ import annotations

@@ -312,6 +312,17 @@ def _numbers(interval: Interval) -> list[float | None]:
     return [round(float(x), 4) if isfinite(x) else None for x in interval]
 
 
+BESIDE = {
+    "better": "better than it",
+    "worse": "worse than it",
+    "equivalent": "as good as it",
+    "better, but equivalent": "better than it, by too little to matter",
+    "worse, but equivalent": "worse than it, by too little to matter",
+    "cannot tell": "not told apart from it",
+}
+"""Verdicts beside Taylor, in words."""
+
+
 def headline(facts: Mapping[str, Any]) -> str:
     """The answer for the greedy rule, beside the baseline."""
     greedy, taylor = (facts["pairs in order"]["loss"][name] for name in ("greedy", TAYLOR))
@@ -319,12 +330,11 @@ def headline(facts: Mapping[str, Any]) -> str:
         return (
             f"{facts['tasks']:g} tasks are too few to tell whether influence finds what is needed."
         )
-    gap = facts["less Taylor"]["loss"]["greedy"]
-    worse = "worse than" if gap[2] < 0 else "better than" if gap[1] > 0 else "not told apart from"
+    beside = BESIDE[facts["verdicts"]["loss"]["greedy"][1]]
     return (
         "Of two components of a network, the one with more influence during training is the one "
         f"that it can spare less in {_percent(greedy)} of cases (a guess: 50%); a Taylor score, "
-        f"which needs no tracing, is right in {_percent(taylor)}, so influence is {worse} it."
+        f"which needs no tracing, is right in {_percent(taylor)}, so influence is {beside}."
     )
 
 
@@ -362,7 +372,11 @@ def _sentence(found: Contests, said: Mapping[tuple[str, str], Verdict]) -> str:
         for end, title in ENDPOINTS.items()
         if any(e == end for _, e in said)
     ]
-    return f"{about} {'. '.join(parts)}. Of {len(MEASURES)} measures of ours, {'; '.join(counts)}."
+    before = _told(found.share(("greedy", "loss", "untrained")))
+    return (
+        f"{about} {'. '.join(parts)}. Before training, greedy has {before} (loss at once). "
+        f"Verdicts on our {len(MEASURES)} measures: {'; '.join(counts)}."
+    )
 
 
 def _counted(said: Sequence[Verdict]) -> str:
@@ -372,7 +386,7 @@ def _counted(said: Sequence[Verdict]) -> str:
         ("alone", [v.chance for v in said]),
         ("beside Taylor", [v.taylor for v in said]),
     ):
-        counts = [f"{every.count(word)} {word}" for word in dict.fromkeys(sorted(every))]
+        counts = [f"{word!r} × {every.count(word)}" for word in dict.fromkeys(sorted(every))]
         words.append(f"{title} {listed(counts)}")
     return ", ".join(words)
 
@@ -503,11 +517,12 @@ def _limits(found: Contests) -> Table:
 
 
 LIMITS = (
-    "Limits: networks are tiny and words short, two seeds of a task say little of how seeds "
-    "differ, and most of what intervals hold is differences of tasks. Tasks are drawn from six "
-    "families, so they speak for these. What mean ablation takes away is what a component adds "
-    "for one word and not for another; what all words need is not counted. A frozen component has "
-    "no gradient of its own, so the gradient norm finds the planted one there for nothing."
+    "Limits: networks are tiny and words short; a seed or two of a task say little of how seeds "
+    "differ, and most of what intervals hold is how tasks do. Tasks are drawn from six families "
+    "and speak for these. Mean ablation takes away what a component adds for one word and not for "
+    "another; what it adds for all is not counted. A frozen component has no gradient of its own, "
+    "so the gradient norm finds the planted one there for nothing. Integrated gradients see an "
+    "eighth of the samples, as they cost eight times as much."
 )
 
 
