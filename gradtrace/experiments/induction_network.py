@@ -35,12 +35,22 @@ Effects: TypeAlias = dict[str, float]
 IGNORED = -100
 
 
+class Entry(nn.Module):
+    """What one reader reads, as a tensor of its own: an identity would hand the same tensor to all
+    readers, whose gradient is that of all of them together.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same numbers."""
+        return x.view_as(x)
+
+
 class Port(nn.Module):
     """A projection of the stream; ``entry`` is where what it reads comes in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entry, self.weight = nn.Identity(), nn.Linear(WIDTH, HEAD, bias=False)
+        self.entry, self.weight = Entry(), nn.Linear(WIDTH, HEAD, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Queries, keys or values."""
@@ -53,7 +63,7 @@ class Head(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entry = nn.Identity()
+        self.entry = Entry()
         self.query, self.key, self.value = Port(), Port(), Port()
         self.result = nn.Linear(HEAD, WIDTH, bias=False)
         nn.init.normal_(self.result.weight, std=0.1)

@@ -32,6 +32,8 @@ from gradtrace.experiments.planted_scores import (
     MEASURES,
     Batch,
     Scores,
+    _edges,
+    _means,
     components,
     joined,
     scores,
@@ -207,6 +209,39 @@ def test_scores_are_those_that_rows_expect() -> None:
     assert {name: set(each) for name, each in found.items()} == {
         name: set(each) for name, each in other.items()
     }
+
+
+@pytest.mark.parametrize("ports", [False, True])
+def test_eap_is_of_one_edge(model: Repeats, batch: Batch, ports: bool) -> None:
+    """The effect of a small step along an edge, which is another for every reader."""
+    model.compare(ports)
+    try:
+        found = _edges(model, lambda samples: batch, 16, _means(model, batch))["EAP"]
+        pairs = list(model.pairs)
+    finally:
+        model.compare()
+    assert len(set(found.values())) == len(pairs)
+    for first, then in pairs[:: 5 if ports else 3]:
+        up, down = (stepped(model, batch, first, then, step) for step in (0.01, -0.01))
+        slope = abs(up - down) / 0.02
+        assert found[joined(first, then)] == pytest.approx(slope, rel=0.05, abs=2e-4)
+
+
+@torch.no_grad()
+def stepped(model: Repeats, batch: Batch, first: str, then: str, step: float) -> float:
+    """The loss where one reader reads a little more of what makes a head differ from its mean."""
+    kept: list[torch.Tensor] = []
+    hooks = [
+        model.get_submodule(first).register_forward_hook(lambda m, i, out: kept.append(out)),
+        model.get_submodule(f"{then}.entry").register_forward_hook(
+            lambda m, i, x: x + step * (kept[0] - kept[0].mean(0))
+        ),
+    ]
+    found = float(model.double().losses(*batch).mean())
+    for hook in hooks:
+        hook.remove()
+    model.float()
+    return found
 
 
 # Agreement ----------------------------------------------------------------------------------------
