@@ -27,7 +27,13 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 class Listener:
-    """Callbacks for the calls of modules; see ``listen``."""
+    """Callbacks for the calls of modules; see ``listen``.
+
+    ``outermost`` says that ``around`` changes nothing, and that calls of a module directly from
+    within itself need not be told: where that holds of all listeners, a call costs little.
+    """
+
+    outermost = False
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Called on the calling thread when a call begins, before the module's own hooks."""
@@ -44,6 +50,7 @@ class Listener:
 
 _LOCK = threading.RLock()
 _LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, or of its table of hooks
+_OUTERMOST: set[int] = set()  # the keys of _LISTENERS where all listeners are ``outermost``
 _ALL: tuple[_Registration, ...] = ()  # those for every module
 _PATCHES: dict[type, Patch] = {}
 _MISSING = object()
@@ -75,7 +82,7 @@ class _Registration:
                 self.close()
                 raise
             for key in self._keys():
-                _LISTENERS[key] = (*_LISTENERS.get(key, ()), listener)
+                _set_listeners(key, (*_LISTENERS.get(key, ()), listener))
             if modules is None:
                 _ALL = (*_ALL, self)
             for holder in self.modules.values():
@@ -119,15 +126,24 @@ class _Registration:
         global _ALL
         with _LOCK:
             for key in self._keys():
-                before = _LISTENERS.pop(key, ())
-                if left := tuple(each for each in before if each is not self.listener):
-                    _LISTENERS[key] = left
+                before = _LISTENERS.get(key, ())
+                _set_listeners(key, tuple(each for each in before if each is not self.listener))
             _ALL = tuple(registration for registration in _ALL if registration is not self)
             while self.bound:
                 _put_back(*self.bound.pop())
             self.modules = {}
             while self.classes:
                 _PATCHES[self.classes.popitem()[0]].release()
+
+
+def _set_listeners(key: int, listeners: tuple[Listener, ...]) -> None:
+    _OUTERMOST.discard(key)
+    if listeners:
+        _LISTENERS[key] = listeners
+        if all(each.outermost for each in listeners):
+            _OUTERMOST.add(key)
+    else:
+        _LISTENERS.pop(key, None)
 
 
 def same_in_replicas(module: nn.Module) -> int:
@@ -172,6 +188,14 @@ class _Stack(threading.local):
 
 
 _STACK = _Stack()
+
+
+def _needs_nothing(module: nn.Module) -> bool:
+    """Whether this is a stage of a call whose beginning was told, to listeners that need no more"""
+    if id(module) not in _OUTERMOST or _ALL:
+        return False
+    calls = _STACK.calls
+    return bool(calls) and calls[-1][0] is module
 
 
 def _run(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: Any) -> Any:
@@ -250,9 +274,11 @@ class Patch:
         def observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             """The original; listeners are notified, unless the instance is of a subclass."""
             run = getattr(super(kind, self), name) if own is _MISSING else MethodType(own, self)
-            if torch.compiler.is_compiling() and forward is not None and _only_forward(self):
-                return forward(self, *args, **kwargs)
-            if type(self) is not kind or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
+                if forward is not None and _only_forward(self):
+                    return forward(self, *args, **kwargs)
+                return run(*args, **kwargs)
+            if type(self) is not kind or _needs_nothing(self):
                 return run(*args, **kwargs)
             return _run(stage, self, run, args, kwargs)
 
@@ -344,7 +370,7 @@ class _ObservedCall:
         """Whether the module has listeners, and this was not reached by ``super().forward``."""
         if type(module) is not self.kind or torch.compiler.is_compiling():
             return False
-        return bool(listeners_of(module))
+        return bool(listeners_of(module)) and not _needs_nothing(module)
 
     def _of_class(self, module: nn.Module | None, owner: type) -> Any:
         """The ``forward`` of the class without the patch, bound to the module."""

@@ -52,6 +52,15 @@ class RandomState:
             _NUMPY.get(),
         )
 
+    def moved(self) -> bool:
+        """Whether any of these generators has another state now."""
+        now = RandomState.now(self.cuda)
+        if not torch.equal(now.cpu, self.cpu) or now.python != self.python:
+            return True
+        if any(not torch.equal(now.cuda[n], state) for n, state in self.cuda.items()):
+            return True
+        return now.numpy is not self.numpy and str(now.numpy) != str(self.numpy)
+
     def restore(self) -> None:
         """Set all generators to these states; GPUs that are not there are left out."""
         torch.default_generator.set_state(self.cpu)

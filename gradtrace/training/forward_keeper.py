@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,10 @@ from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.pytorch.module_calls import Listener
 from gradtrace.pytorch.random_state import RandomState, cuda_devices
 from gradtrace.pytorch.wrapped_modules import join, named_modules
-from gradtrace.training.tuning import MAX_KEPT_CALLS
+from gradtrace.training.tuning import LOOK_STEPS, MAX_KEPT_CALLS
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 class Call(NamedTuple):
@@ -31,19 +32,21 @@ class Call(NamedTuple):
 class Kept:
     """What a forward pass began with. Arguments and outputs are references, not copies."""
 
-    random: RandomState
+    random: RandomState | None  # None: passes draw no random numbers
     autocast: dict[str, torch.dtype]  # by device, where it was on
     buffers: dict[str, Tensor]  # those that forward passes change, as they were
-    calls: list[Call] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    outputs: list[Any]
 
     @property
     def size(self) -> int:
         """The first dimension of the first argument that is a tensor; 0 if there is none."""
-        for args, kwargs in self.calls[:1]:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, Tensor) and value.dim():
-                    return value.shape[0]
+        if not self.calls:
+            return 0
+        args, kwargs = self.calls[0]
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor) and value.ndim:
+                return value.shape[0]
         return 0
 
 
@@ -74,8 +77,11 @@ class ForwardKeeper(Listener):
     model whose calls it listens to, and the arguments of the model's calls, until ``take``.
 
     Of the buffers those are copied that passes have been seen to change (in the first pass all):
-    most never do. Which these are is looked up after the 1st, 2nd, 4th, 8th, ... pass.
+    most never do. Which these are is looked up after the 1st, 2nd, 4th, 8th, ... pass. The random
+    state is kept if a pass has been seen to draw; the same passes are looked at, and every 64th.
     """
+
+    outermost = True
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -84,7 +90,8 @@ class ForwardKeeper(Listener):
         self._depth = 0
         self._homes = dict(_buffer_homes(model))  # of the buffers to copy: at first all
         self._versions = _versions(model)
-        self._passes = 0
+        self._passes, self._look_at = 0, 1
+        self._draws = False
 
     def begin(self) -> None:
         """A step begins, if the model has not been called yet."""
@@ -93,11 +100,13 @@ class ForwardKeeper(Listener):
 
     def _now(self) -> Kept:
         autocast = {}
-        for kind in AUTOCAST_DEVICES if self._devices else AUTOCAST_DEVICES[:1]:
-            if torch.is_autocast_enabled(kind):
-                autocast[kind] = torch.get_autocast_dtype(kind)
+        if any_autocast():
+            for kind in AUTOCAST_DEVICES if self._devices else AUTOCAST_DEVICES[:1]:
+                if torch.is_autocast_enabled(kind):
+                    autocast[kind] = torch.get_autocast_dtype(kind)
         buffers = self._copied() if self._homes else {}
-        return Kept(RandomState.now(self._devices), autocast, buffers)
+        wanted = self._draws or self._passes + 1 == self._look_at
+        return Kept(RandomState.now(self._devices) if wanted else None, autocast, buffers, [], [])
 
     def _copied(self) -> dict[str, Tensor]:
         buffers = {}
@@ -112,10 +121,11 @@ class ForwardKeeper(Listener):
         if not torch.is_grad_enabled() or _RERUNS.running or backward_runs():
             return False
         if not self._depth:
-            self.begin()
             kept = self._kept
-            if kept is not None and len(kept.calls) < MAX_KEPT_CALLS:
-                kept.calls.append(Call(args, dict(kwargs)))
+            if kept is None:
+                kept = self._kept = self._now()
+            if len(kept.calls) < MAX_KEPT_CALLS:
+                kept.calls.append((args, kwargs))
         self._depth += 1
         return True
 
@@ -128,12 +138,22 @@ class ForwardKeeper(Listener):
 
     def take(self) -> Kept | None:
         """What was kept since the last call; None if the model was not called."""
-        found, self._kept, self._depth = self._kept, None, 0
+        found = self._kept
         if found is not None:
+            self._kept, self._depth = None, 0
             self._passes += 1
-            if not self._passes & (self._passes - 1):  # the 1st, 2nd, 4th, 8th, ...
-                self._note_changes()
+            if self._passes == self._look_at:
+                self._look(found)
         return found
+
+    def _look(self, found: Kept) -> None:
+        """Find what passes draw and change."""
+        passes = self._passes
+        if not self._draws and found.random is not None:
+            self._draws = found.random.moved()
+        if not passes & (passes - 1):  # the 1st, 2nd, 4th, 8th, ...
+            self._note_changes()
+        self._look_at = passes + min(passes, LOOK_STEPS)
 
     def _note_changes(self) -> None:
         """Find the buffers that passes have changed so far."""

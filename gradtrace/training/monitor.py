@@ -186,7 +186,7 @@ class Monitor:
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
         self._times = StepTimes(self._gathering.writer.times if self._gathering else None)
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled)
-        self._process, self._open = os.getpid(), True
+        self._here = self._open = True
         self._decide_next()
         _OPEN.add(self)
 
@@ -244,7 +244,8 @@ class Monitor:
         record = self._traced(loss, scale, terms, now, took) if self._sampled.wanted else None
         if self._triggers is not None:
             at = schedule.number, schedule.micro
-            self._budget.spend(self._triggers.look(loss, scale, at, rerun, batch))
+            if took_long := self._triggers.look(loss, scale, at, rerun, batch):
+                self._budget.spend(took_long)
         schedule.advance()
         self._decide_next()
         return record
@@ -265,7 +266,7 @@ class Monitor:
         """False for a copy of the Monitor in a forked process, where it does nothing."""
         if not self._open:
             raise GradtraceError("this Monitor is closed; make another one to go on")
-        return os.getpid() == self._process
+        return self._here
 
     def _tick(self, now: float) -> float | None:
         """Record how long the previous step took; ``now`` is when this one began."""
@@ -400,7 +401,7 @@ class Monitor:
         self._unlisten()
         if self._triggers is not None:
             self._triggers.close()
-        if os.getpid() != self._process:
+        if not self._here:
             return  # the file belongs to the process this one was forked from
         if self._gathering is None:
             self._exchange.send(self._schedule.message("end"))
@@ -417,6 +418,15 @@ class Monitor:
 
 
 _OPEN: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked process Monitors do nothing."""
+    for monitor in list(_OPEN):
+        monitor._here = False
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @atexit.register

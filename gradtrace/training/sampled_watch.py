@@ -26,6 +26,8 @@ class SampledWatch(Listener):
     such as those of an evaluation. While ``diagnose``, operations are recorded with their lines.
     """
 
+    outermost = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import inf, isfinite, isinf
+from math import inf, isfinite, isinf, nan
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,9 +21,10 @@ from gradtrace.diagnosis.forward_record import extent_of
 from gradtrace.errors import GradtraceError, caution, not_one_of
 from gradtrace.pytorch.module_calls import listen
 from gradtrace.pytorch.nested import tensors_in
+from gradtrace.pytorch.random_state import RandomState, cuda_devices
 from gradtrace.pytorch.wrapped_modules import named_modules, named_parameters
 from gradtrace.training import tuning
-from gradtrace.training.forward_keeper import ForwardKeeper, Kept, named_buffers
+from gradtrace.training.forward_keeper import Call, ForwardKeeper, Kept, named_buffers
 from gradtrace.training.incident import Incident
 from gradtrace.training.rerun import Beginning, LossOf, Rerun, outputs_in, seeds_of, stand_in
 from gradtrace.training.sampled_watch import SampledWatch
@@ -39,6 +40,10 @@ SHOWN_TENSORS = 4
 WHY = (
     "it depends on more than batch, weights and random numbers (a compiled model's kernels, numbers"
     " drawn before the model was called: call monitor.begin() before them)."
+)
+UNDRAWN = (
+    "it depends on more than batch and weights. The steps before it drew no random numbers, so "
+    "their state was not kept."
 )
 AFTER = (
     "The model's outputs are finite: the loss is made of them by code that could not be run again."
@@ -128,13 +133,14 @@ class Triggers:
         self._keeper = ForwardKeeper(model)
         self._rule = SpikeRule(settings.spike)
         self._gradients = SmallGradients(model)
-        self._pending: Pass | None = None  # whose gradient has not been checked
+        self._nonfinite, self._spike = NONFINITE in settings.wanted, SPIKE in settings.wanted
+        self._pending: tuple[Any, ...] | None = None  # a Pass whose gradient is not checked yet
         self._counts = dict.fromkeys(TRIGGERS, 0)
         self._lasting = ""  # the trigger of the pass before: what lasts is told once
         self._gradient_lasting = False
-        self._own: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._own: weakref.ref[Optimizer] | None = None  # the last that moves the model
         self._stop = [listen(self._keeper, [model])]
-        if NONFINITE in settings.wanted:
+        if self._nonfinite:
             self._stop.append(_before_optimisers(self))
 
     def begin(self) -> None:
@@ -153,36 +159,32 @@ class Triggers:
         """Look at the loss of a backward pass: that of ``at`` = (step, number in the step). Returns
         the seconds that incidents have taken since the last call.
         """
-        self._look(loss, scale, at, rerun, batch)
+        kept, pending = self._keeper.take(), self._pending
+        if pending is not None:
+            if at[1]:  # of the same step as the pass before, so no optimiser has moved
+                self._check_gradients()
+            self._pending = None
+        if kept is not None:
+            scaled = type(scale) is not float and hasattr(scale, "get_scale")
+            by = float(scale.get_scale()) if scaled else scale
+            value = loss_value(loss) / by
+            trigger, evidence = self._fired(value, kept)
+            if trigger:
+                one = Pass(*at, value, by, kept, rerun, batch)
+                self._handle(trigger, "loss", evidence, one, loss)
+            elif self._nonfinite and isfinite(value) and (by == 1 or not scaled):
+                self._pending = *at, value, by, kept, rerun, batch  # a scaler looks itself
+            kept.outputs.clear()
         took, self._seconds = self._seconds, 0.0
         return took
 
-    def _look(
-        self, loss: Tensor, scale: Any, at: tuple[int, int], rerun: LossOf | None, batch: Any
-    ) -> None:
-        kept = self._keeper.take()
-        if at[1]:  # of the same step as the pass before, so no optimiser has moved
-            self._check_gradients()
-        self._pending = None
-        if kept is None:
-            return
-        scaled = hasattr(scale, "get_scale")
-        by = float(scale.get_scale() if scaled else scale)
-        one = Pass(*at, loss_value(loss) / by, by, kept, rerun, batch)
-        trigger, evidence = self._fired(one)
-        if trigger:
-            self._handle(trigger, "loss", evidence, one, loss)
-        elif isfinite(one.loss) and not (scaled and by != 1):  # a scaler looks at them itself
-            self._pending = one
-        kept.outputs.clear()
-
-    def _fired(self, one: Pass) -> tuple[str, str]:
+    def _fired(self, loss: float, kept: Kept) -> tuple[str, str]:
         """The trigger that a loss fires, and why; empty if none."""
         found, said = "", ""
-        if not isfinite(one.loss):
-            found, said = NONFINITE, f"the loss is {one.loss}"
-        elif SPIKE in self.settings.wanted:
-            said = self._rule.exceeded(one.loss, one.kept.size)
+        if not isfinite(loss):
+            found, said = NONFINITE, f"the loss is {loss}"
+        elif self._spike:
+            said = self._rule.exceeded(loss, kept.size)
             found = SPIKE if said else ""
         before, self._lasting = self._lasting, found
         new = found != before and found in self.settings.wanted
@@ -192,26 +194,23 @@ class Triggers:
 
     def before_optimiser(self, optimizer: Optimizer) -> None:
         """An optimiser is about to step."""
-        if self._pending is None or getattr(optimizer, "found_inf", None) is not None:
+        if self._pending is None or "found_inf" in vars(optimizer):
             return
-        own = self._own.get(optimizer)
-        if own is None:
+        if self._own is None or self._own() is not optimizer:
             mine = {id(each) for each in self.model.parameters()}
             groups = optimizer.param_groups
-            own = any(id(each) in mine for group in groups for each in group["params"])
-            self._own[optimizer] = own
-        if own:
-            self._check_gradients()
-            self._pending = None
+            if not any(id(each) in mine for group in groups for each in group["params"]):
+                return
+            self._own = weakref.ref(optimizer)
+        self._check_gradients()
+        self._pending = None
 
     def _check_gradients(self) -> None:
         """Whether the gradient of the last pass is finite, as far as small parameters tell."""
-        one = self._pending
-        if one is None or NONFINITE not in self.settings.wanted:
-            return
         bad = self._gradients.bad()
         before, self._gradient_lasting = self._gradient_lasting, bool(bad)
-        if bad:
+        if bad and self._pending is not None:
+            one = Pass(*self._pending)
             self._lasting = NONFINITE  # the next loss will be
             if not before:
                 evidence = f"the loss is {one.loss:.4g} and the gradient of {bad} is not finite"
@@ -265,8 +264,13 @@ class Triggers:
             evidence,
             one.loss,
             one.scale,
-            Beginning(kept.random, kept.autocast, self._state(kept), evaluating(self.model)),
-            kept.calls,
+            Beginning(
+                kept.random or RandomState.now(cuda_devices(self.model)),
+                kept.autocast,
+                self._state(kept),
+                evaluating(self.model),
+            ),
+            [Call(*each) for each in kept.calls],
             has_batch,
             one.batch if has_batch else None,
             seeds,
@@ -290,8 +294,9 @@ class Triggers:
         if one.rerun is None and found.of == "loss" and not isfinite(one.loss):
             found.notes += (AFTER,) if isfinite(again.loss) else ()
         elif not again.same:
+            why = WHY if one.kept.random is not None else UNDRAWN
             found.notes += (
-                f"In training the loss was {one.loss!r}, run again {again.loss!r}: {WHY}",
+                f"In training the loss was {one.loss!r}, run again {again.loss!r}: {why}",
             )
         return again
 
@@ -303,8 +308,8 @@ class Triggers:
 
 
 class SmallGradients:
-    """The gradients of some parameters with few elements (biases, norms, small weights): one in 16
-    of the model's parameters, the first and others evenly behind it.
+    """The gradients of parameters with few elements (biases, norms, small weights): of all in a
+    large model, of some in a small one, the first and others evenly behind it.
 
     What is not finite spreads towards the input, so the first ones tell of nearly all.
     """
@@ -316,22 +321,32 @@ class SmallGradients:
             for name, each in every
             if each.requires_grad and 0 < each.numel() <= tuning.CHECKED_ELEMENTS
         ]
-        count = max(1, len(every) // tuning.PARAMETERS_PER_CHECK)
+        elements = sum(each.numel() for _, each in every)
+        by_size, by_count = tuning.ELEMENTS_PER_CHECK, tuning.PARAMETERS_PER_CHECK
+        count = max(1, elements // by_size, len(every) // by_count)
         small = [(name, each) for name, each in small if each.device == small[0][1].device]
         self._small = small[:: max(1, -(-len(small) // count))]
+        self._parameters = [each for _, each in self._small]
 
     def bad(self) -> str:
         """The name of the first whose gradient is not finite; empty if none is."""
-        total: Any = None
-        for _, each in self._small:
-            if (grad := each.grad) is not None:
-                total = grad.sum() if total is None else total + grad.sum()
-        if total is None or isfinite(total.item()):
+        grads = [grad for each in self._parameters if (grad := each.grad) is not None]
+        if not grads or isfinite(_total(grads)):
             return ""
         for name, each in self._small:  # the sum of finite numbers may be infinite
             if each.grad is not None and not bool(_values(each.grad).isfinite().all()):
                 return name
         return ""
+
+
+def _total(grads: list[Tensor]) -> float:
+    """A number that is finite only if all numbers are; NaN if that is not known."""
+    if len(grads) == 1:
+        return float(grads[0].sum())
+    try:
+        return float(torch.stack(torch._foreach_norm(grads)).sum())
+    except (RuntimeError, NotImplementedError):  # of sparse gradients
+        return nan
 
 
 def _values(grad: Tensor) -> Tensor:

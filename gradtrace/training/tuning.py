@@ -51,11 +51,15 @@ LEAST_DEVIATION = 0.025
 LIMIT_STEPS = 32
 """The limit of spikes is computed anew after this many steps."""
 
+LOOK_STEPS = 64
+"""Whether passes draw random numbers is looked at in one of this many."""
+
 CHECKED_ELEMENTS = 4_096
 """Only of parameters of up to this many elements it is checked that the gradient is finite."""
 
-PARAMETERS_PER_CHECK = 16
-"""Of so many parameters of a model the gradient of one is checked, so that it costs little."""
+PARAMETERS_PER_CHECK, ELEMENTS_PER_CHECK = 16, 400_000
+"""The gradient of one such parameter is checked for so many parameters, or so many elements, of the
+model: its steps take longer, the more of either there are, and this is to take less than 1%."""
 
 INCIDENT_FILES = 3
 """How many files of each trigger a run writes."""
