@@ -499,3 +499,31 @@ def test_threads_that_open_and_close_at_random() -> None:
     for thread in threads:
         thread.join()
     assert not failed
+
+
+class Told(module_calls.Listener):
+    def __init__(self, outermost: bool) -> None:
+        self.outermost, self.calls = outermost, 0
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.calls += 1
+
+
+class Nested(nn.Module):
+    def forward(self, depth: int) -> int:
+        return self.forward(depth - 1) if depth else 0
+
+
+@pytest.mark.parametrize(
+    "call", [lambda m: m(3), lambda m: m.forward(3), lambda m: m._call_impl(3)]
+)
+def test_listeners_that_need_the_outermost_call_get_it_once(call: Callable[[Any], int]) -> None:
+    module, both = Nested(), (Told(True), Told(False))
+    stop = module_calls.listen(both[0], [module])
+    assert call(module) == 0 and both[0].calls == 1
+    stop_other = module_calls.listen(both[1], [module])  # which is told of every call
+    assert call(module) == 0 and (both[0].calls, both[1].calls) == (5, 4)
+    stop_other()
+    assert call(module) == 0 and both[0].calls == 6
+    stop()
+    assert call(module) == 0 and both[0].calls == 6 and not module_calls._OUTERMOST

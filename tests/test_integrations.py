@@ -97,7 +97,8 @@ class Lit(lightning.LightningModule):  # type: ignore[misc]
 
 def fit(folder: Path, callback: Any, model: Lit | None = None, **how: Any) -> Lit:
     model = model or Lit()
-    loader = torch.utils.data.DataLoader(data(), batch_size=3)
+    rows = how.pop("rows", data())
+    loader = torch.utils.data.DataLoader(rows, batch_size=3)
     trainer = lightning.Trainer(
         **{
             "max_epochs": 2,
@@ -540,3 +541,114 @@ def test_accelerate_after_an_error(tmp_path: Path) -> None:
     assert "KeyError" in tracing.monitor.history.notes[0]
     with pytest.raises(GradtraceError, match="takes the Accelerator, then the model"):
         GradTrace(model, accelerator)  # type: ignore[arg-type]
+
+
+# Triggers -----------------------------------------------------------------------------------------
+
+BAD = 2
+"""The step that goes wrong."""
+
+
+class Poisoned(lightning.LightningModule):  # type: ignore[misc]
+    """All that a rerun may move, and a line that large inputs make infinite; ``seen`` has the state
+    at the beginning of each step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3))
+        self.out = nn.Linear(6, 3)
+        self.seen: list[dict[str, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append({name: value.clone() for name, value in self.state_dict().items()})
+        hidden = self.net(x)
+        bad = bool(x.max() > 50)
+        return self.out(-hidden.abs().log() if bad else hidden)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, number: int) -> dict[str, Tensor]:
+        x, y = batch
+        loss = functional.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+def check_incident(
+    monitor: gt.Monitor | None, folder: Path, before: Mapping[str, Tensor], told: str
+) -> None:
+    """The step was found and run again with the weights that it began with, and the file named."""
+    path = folder / f"gradtrace-step{BAD}-nonfinite.gradtrace"
+    assert monitor is not None and monitor.incidents == (path,)
+    found = gt.load_incident(path)
+    assert (found.step, found.same) == (BAD, True), found.notes
+    for name, value in found.beginning.state.items():
+        assert torch.equal(value, before[name]), name
+    assert found.diagnosis["nonfinite"]["operator"] == "log"
+    assert f"incident at step {BAD}: {path}" in told
+    (line,) = monitor.history.incidents
+    assert (line.step, line.file) == (BAD, str(path)) and "hidden.abs().log()" in line.line
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_runs_a_bad_step_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gradtrace.integrations.lightning import GradTrace
+
+    rows = [(x + 100 * (n // 3 == BAD), y) for n, (x, y) in enumerate(data())]
+    callback = GradTrace(trigger="nonfinite", diagnose=False)
+    watched = fit(tmp_path, callback, Poisoned(), max_epochs=1, rows=rows)  # type: ignore[arg-type]
+    check_incident(callback.monitor, tmp_path, watched.seen[BAD], capsys.readouterr().err)  # type: ignore[arg-type]
+    plain = fit(tmp_path, lightning.Callback(), Poisoned(), max_epochs=1, rows=rows)  # type: ignore[arg-type]
+    assert len(plain.seen) == len(watched.seen) == 4
+    for a, b in zip(plain.seen, watched.seen):
+        for name in a:  # type: ignore[attr-defined]
+            assert torch.equal(a[name], b[name]) or bool(a[name].isnan().any())  # type: ignore[call-overload,index]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("passes", [1, 2])
+def test_accelerate_runs_a_bad_step_again(
+    tmp_path: Path, passes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import accelerate
+
+    from gradtrace.integrations.accelerate import GradTrace
+
+    accelerator = accelerate.Accelerator(
+        cpu=True, project_dir=tmp_path, gradient_accumulation_steps=passes
+    )
+    model = Poisoned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    loader = torch.utils.data.DataLoader(data(24), batch_size=3, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.seen += [{}] * (BAD - BAD * passes)
+    with GradTrace(accelerator, model, trigger="nonfinite", diagnose=False) as tracing:
+        for n, (x, y) in enumerate(loader):
+            x = x + 100 * (n == BAD * passes)
+            with accelerator.accumulate(model):
+                accelerator.backward(functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    check_incident(tracing.monitor, tmp_path, model.seen[BAD * passes], capsys.readouterr().err)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_runs_a_bad_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gradtrace.integrations.transformers import GradTrace
+
+    callback = GradTrace(trigger="nonfinite", diagnose=False)
+    trainer = trained(tmp_path, callback, learning_rate=1e30)  # the first step ruins the weights
+    assert callback.monitor is not None
+    (path,) = callback.monitor.incidents
+    found = gt.load_incident(path)
+    step, state, inputs, _ = trainer.seen[found.step]
+    assert step == found.step == 1 and path.parent == tmp_path and found.same, found.notes
+    for name, value in found.beginning.state.items():
+        assert torch.equal(value, state[name]), name
+    assert torch.equal(found.calls[0].kwargs["input_ids"], inputs["input_ids"])
+    assert f"incident at step 1: {path}" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
+from pages import read
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ import gradtrace as gt
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch.random_state import RandomState
+from gradtrace.runs import history
 from gradtrace.training import tuning
 from gradtrace.training.forward_keeper import ForwardKeeper
 from gradtrace.training.incident import Incident
@@ -210,6 +212,28 @@ def test_a_gradient_that_is_not_finite(how: str, tmp_path: Path) -> None:
     assert "sqrt" in found.diagnosis["nonfinite"]["operator"].lower()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_report_of_the_run_names_step_cause_module_line_and_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), Entropy())
+    options: dict[str, Any] = {"file": tmp_path / "r.jsonl", "report": tmp_path / "r.html"}
+    with gt.Monitor(model, trigger="nonfinite", **options) as monitor:
+        for step in range(4):
+            monitor.step(model(torch.randn(3, 4) - 200 * (step == 2)).mean())
+    (path,) = monitor.incidents
+    (found,) = monitor.history.incidents
+    assert found == history.read(tmp_path / "r.jsonl").incidents[0]
+    assert (found.step, found.trigger, found.module) == (2, "nonfinite", "1")
+    assert found.file == str(path)
+    assert found.cause == "It begins with log" and "hidden.log()" in found.line
+    note = read(tmp_path / "r.html")["training"]["notes"][0]
+    for part in (f"step {found.step}: the loss is nan", "log in '1'", "test_triggers.py:", path):
+        assert str(part) in note
+    assert f"incident at step {found.step}: {path}" in capsys.readouterr().err
+
+
 class Root(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().sum().sqrt().reshape(1)
@@ -299,12 +323,56 @@ def test_buffers_are_those_before_the_pass() -> None:
     model = Net()
     keeper = ForwardKeeper(model)
     for step in range(5):
+        before = {name: each.clone() for name, each in model.named_buffers()}
         assert keeper.enter(model, (), {})
         model(torch.randn(4, 6))
         keeper.leave(True, None)
         kept = keeper.take()
         assert kept is not None and kept.buffers["count"] == step
-        assert kept.buffers["norm.num_batches_tracked"] == step
+        changing = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+        assert kept.buffers.keys() >= changing
+        assert all(torch.equal(each, before[name]) for name, each in kept.buffers.items())
+
+
+class Late(nn.Module):
+    """Draws random numbers from some pass on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear, self.first, self.calls = nn.Linear(2, 2), first, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        noise = torch.rand(()) if self.calls > self.first else 0
+        return self.linear(x) + noise  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("first", [0, 3, 100])
+def test_random_states_are_kept_soon_after_a_model_begins_to_draw(first: int) -> None:
+    model, kept = Late(first), []
+    keeper = ForwardKeeper(model)
+    for _ in range(200):
+        assert keeper.enter(model, (), {})
+        model(torch.ones(1, 2))
+        keeper.leave(True, None)
+        found = keeper.take()
+        assert found is not None
+        kept.append(found.random is not None)
+    assert all(kept[first + tuning.LOOK_STEPS :]) and (not first or not all(kept[:first]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_draws_for_the_first_time_says_that_its_state_was_not_kept(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = Late(30)
+    options: dict[str, Any] = {"file": tmp_path / "r.jsonl", "view": False}
+    with gt.Monitor(model, every=10**6, trigger="spike", **options) as monitor:
+        for step in range(31):
+            monitor.step(model(torch.full((2, 2), 1e3 if step == 30 else 1.0)).square().sum())
+    (path,) = monitor.incidents
+    assert any("drew no random numbers" in note for note in gt.load_incident(path).notes)
 
 
 def test_nested_values() -> None:

@@ -35,7 +35,8 @@ class GradTrace(LossTerms):
     branches where paths have a choice, and the diagnosis of the first step, which is also a warning
     if something is wrong. The file and the page are ``gradtrace.jsonl`` and ``gradtrace.html`` in
     ``project_dir``, unless ``file`` and ``report`` are given; a line at the end says where they
-    are. After training, ``.monitor.history`` has the results.
+    are. With ``trigger`` the model is called again with the arguments that it had. After training,
+    ``.monitor.history`` has the results.
 
     Args:
         accelerator: The Accelerator, after ``prepare`` and ``init_trackers``.
@@ -67,7 +68,7 @@ class GradTrace(LossTerms):
     def __enter__(self) -> GradTrace:
         self._backward = self._accelerator.backward
         self._accelerator.backward = self._traced_backward
-        self.monitor.begin(self._step)
+        self.monitor._number(self._step)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -84,5 +85,5 @@ class GradTrace(LossTerms):
         self.monitor.step(scaled, scale=Divided(scaler, passes), terms=self._take_terms())
         found = self._backward(loss, **kwargs)
         self._step += bool(self._accelerator.sync_gradients)  # else a pass of this step follows
-        self.monitor.begin(self._step)
+        self.monitor._number(self._step)  # a batch is drawn before the model is called
         return found

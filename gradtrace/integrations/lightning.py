@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -30,7 +33,9 @@ class GradTrace(LossTerms, Callback):  # type: ignore[misc]
     trainer's loggers get the shares of branches where paths have a choice, and the diagnosis of the
     first step, which is also a warning if something is wrong. The file and the page are
     ``gradtrace.jsonl`` and ``gradtrace.html`` in its ``log_dir``, unless ``file`` and ``report``
-    are given; a line at the end says where they are. After training, ``callback.monitor.history``
+    are given; a line at the end says where they are. With ``trigger``, ``training_step`` is run
+    again with its batch, where nothing that it logs is logged, unless optimisation is manual: it
+    would move the model. After training, ``callback.monitor.history``
     has the results.
 
     Args:
@@ -40,6 +45,7 @@ class GradTrace(LossTerms, Callback):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         self._options = checked(options)
         self._begun = False
+        self._batch: tuple[Any, ...] = ()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the Monitor."""
@@ -60,7 +66,7 @@ class GradTrace(LossTerms, Callback):  # type: ignore[misc]
         """Watch the next forward pass, if it is to be traced."""
         if self.monitor is not None:
             self.monitor.begin(trainer.global_step)
-            self._begun = True
+            self._begun, self._batch = True, (batch, batch_idx)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -72,7 +78,10 @@ class GradTrace(LossTerms, Callback):  # type: ignore[misc]
         whole = pl_module.automatic_optimization
         passes = trainer.accumulate_grad_batches if whole else 1
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.monitor.step(loss, scale=Divided(scaler, passes), terms=self._take_terms())
+        batch, self._batch = self._batch, ()
+        given = {"rerun": partial(_step_again, trainer, pl_module), "batch": batch} if whole else {}
+        scale, terms = Divided(scaler, passes), self._take_terms()
+        self.monitor.step(loss, scale=scale, terms=terms, **given)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Exclude validation from the step time."""
@@ -92,6 +101,29 @@ class GradTrace(LossTerms, Callback):  # type: ignore[misc]
     def _close(self, error: str) -> None:
         if self.monitor is not None:
             self.monitor.close(error)
+
+
+def _step_again(trainer: Trainer, module: LightningModule, *batch: Any) -> Tensor:
+    """The loss of ``training_step``, run again without logging."""
+    muted = {"log": _nothing, "log_dict": _nothing}
+    before = {name: vars(module).get(name) for name in muted}
+    vars(module).update(muted)
+    try:
+        with trainer.precision_plugin.train_step_context():
+            count = sum(
+                each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+                for each in inspect.signature(module.training_step).parameters.values()
+            )
+            found: Any = module.training_step(*batch[:count])
+    finally:
+        for name, value in before.items():
+            vars(module).pop(name) if value is None else vars(module).update({name: value})
+    loss: Tensor = found["loss"] if isinstance(found, Mapping) else found
+    return loss
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def _folder(trainer: Trainer) -> str | None:

@@ -67,10 +67,13 @@ class LossTerms:
 
 
 class Divided:
-    """A scaler's scale divided by a number of backward passes, evaluated lazily."""
+    """A scaler's scale divided by a number of backward passes, evaluated lazily; ``dynamic`` if
+    there is a scaler, which skips steps whose gradients are not finite.
+    """
 
     def __init__(self, scaler: Any, passes: int) -> None:
         self._scaler, self._passes = scaler, passes
+        self.dynamic = scaler is not None
 
     def get_scale(self) -> float:
         """The factor that a loss was multiplied by."""

@@ -35,7 +35,8 @@ class GradTrace(LossTerms, TrainerCallback):  # type: ignore[misc]
     choice; the diagnosis of the first step is a warning if something is wrong, and goes to
     TensorBoard and W&B if the trainer reports to them. The file and the page are
     ``gradtrace.jsonl`` and ``gradtrace.html`` in ``output_dir``, unless ``file`` and ``report`` are
-    given; a line at the end says where they are. After training, ``callback.monitor.history`` has
+    given; a line at the end says where they are. With ``trigger`` the model is called again with
+    the arguments that it had. After training, ``callback.monitor.history`` has
     the results.
 
     Args:

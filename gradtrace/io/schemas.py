@@ -491,6 +491,15 @@ LINES: dict[str, Schema] = {
     "skipped": including(
         step=integer(0, tuning.MAX_STEPS), count=integer(), every=integer(1), budget=number(0)
     ),
+    "incident": including(
+        step=integer(0, tuning.MAX_STEPS),
+        trigger=text(),
+        evidence=text(),
+        cause=text(),
+        module=text(),
+        line=text(),
+        file=text(),
+    ),
     "end": including({"error": text(), "share": number(0)}, step=integer(0, tuning.MAX_STEPS)),
 }
 

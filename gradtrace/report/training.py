@@ -16,8 +16,8 @@ from gradtrace.runs.history import History, StepRecord
 
 
 def training(history: History) -> Training | None:
-    """Influence over the traced steps of a run; None if there are none."""
-    if not history.records:
+    """Influence over the traced steps of a run; None if there are neither such nor incidents."""
+    if not history.records and not history.incidents:
         return None
     names = history.components
     records, notes = _thinned(history.records, max(1, MAX_SHARES // max(1, len(names))))

@@ -7,16 +7,18 @@ Each line is a JSON object with a ``kind``. The first is the header; nothing is 
     {"kind": "step", "step": 0, "loss": 2.3, "influence": {...}, "norms": {...}, ...}
     {"kind": "times", "step": 0, "seconds": [0.012, 0.011, null]}
     {"kind": "skipped", "step": 0, "count": 4, "every": 20, "budget": 0.03}
+    {"kind": "incident", "step": 40, "trigger": "spike", "evidence": "the loss is 9", ...}
     {"kind": "end", "step": 250, "share": 0.02}
 
 ``names`` are the components of the tables after it; ``alternative`` says which of them a path can
 go around (not in older files), ``components`` of which kind they are, if the Monitor was told one.
-``skipped`` counts the steps after that one that were due and not traced, for lack of budget. Of two
-lines of one kind and step the later one counts. A line is on disk before training goes on. A torn
-last line (the process was killed while it wrote) is left out with a note; a run that continues the
-file writes a ``resume`` line after it. Without an ``end`` line the run goes on, or was killed. NaN
-and infinities, which JSON does not have, are the strings "nan", "inf" and "-inf". Older files may
-have a ``gap`` line after a line that was torn because the disk was full.
+``incident`` tells of a step at which a trigger fired, on the first process. ``skipped`` counts the
+steps after that one that were due and not traced, for lack of budget. Of two lines of one kind and
+step the later one counts. A line is on disk before training goes on. A torn last line (the process
+was killed while it wrote) is left out with a note; a run that continues the file writes a
+``resume`` line after it. Without an ``end`` line the run goes on, or was killed. NaN and
+infinities, which JSON does not have, are the strings "nan", "inf" and "-inf". Older files may have
+a ``gap`` line after a line that was torn because the disk was full.
 
 Tables are exact. For a single pair, the sums over pairs follow from two numbers, so only these are
 stored: a row is ``[own, unreached, through, eligible, through, eligible]``, by count and by
@@ -80,13 +82,36 @@ class StepRecord:
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
+class StepIncident(NamedTuple):
+    """A step at which a trigger fired: what was seen, and what a rerun found: the cause, its module
+    and source line (empty where unknown). ``file`` has all of it (``gradtrace.load_incident``).
+    """
+
+    step: int
+    trigger: str
+    evidence: str
+    cause: str
+    module: str
+    line: str
+    file: str
+
+    def __str__(self) -> str:
+        module = f" in '{self.module}'" if self.module else ""
+        line = f" ({self.line})" if self.line else ""
+        return (
+            f"step {self.step:,}: {self.evidence}. {self.cause}{module}{line}; to read it: "
+            f"gradtrace diagnose {self.file}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class History(Summarised):
     """A training run as far as it was recorded.
 
     ``records`` are the traced steps. ``timed`` and ``seconds`` are steps and how long each took,
     without tracing; steps with an evaluation in between are left out. ``running`` means that there
-    is no end line: training goes on, or was killed.
+    is no end line: training goes on, or was killed. ``incidents`` are the steps at which a trigger
+    fired; ``notes`` begin with them.
     """
 
     header: Mapping[str, Any]
@@ -98,6 +123,7 @@ class History(Summarised):
     until: int | None = None  # number of steps, if the run has ended
     skipped: int = 0  # steps that were due and not traced, because the budget was used up
     share: float = math.nan  # of training time that all traces took, if the run has ended
+    incidents: tuple[StepIncident, ...] = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -298,6 +324,7 @@ class HistoryReader:
         self.until: int | None = None
         self.share = math.nan
         self.skipped: Timeline[dict[str, Any]] = Timeline()
+        self.incidents: Timeline[StepIncident] = Timeline()
         self.notes: list[str] = []
 
     def take_all(self, lines: Iterable[bytes]) -> None:
@@ -375,6 +402,7 @@ class HistoryReader:
                 "are left out"
             )
         self.skipped.cut(first)
+        self.incidents.cut(first)
         self.names, self.running, self.until, self.share = None, True, None, math.nan
 
     def _take_gap(self, line: dict[str, Any]) -> None:
@@ -425,6 +453,10 @@ class HistoryReader:
     def _take_skipped(self, line: dict[str, Any]) -> None:
         self.skipped.put(line["step"], line)
 
+    def _take_incident(self, line: dict[str, Any]) -> None:
+        found = StepIncident(*(line[name] for name in StepIncident._fields))
+        self.incidents.put(found.step, found)
+
     def _skipped_note(self, count: int) -> str:
         """The note on steps that were due and not traced."""
         last = self.skipped.all()[-1]
@@ -455,10 +487,11 @@ class HistoryReader:
             self.seconds.steps,
             self.seconds.all(),
             self.running,
-            tuple(self.notes),
+            (*map(str, self.incidents.all()), *self.notes),
             self.until,
             count,
             self.share,
+            self.incidents.all(),
         )
 
 

@@ -19,7 +19,7 @@ from gradtrace.io import jsonl
 from gradtrace.io.atomic_files import BadFile
 from gradtrace.io.strict_json import json_value
 from gradtrace.runs import history
-from gradtrace.runs.history import History, HistoryReader, StepRecord
+from gradtrace.runs.history import History, HistoryReader, StepIncident, StepRecord
 from gradtrace.tracing.influence import Influence, Moments, Row
 
 
@@ -107,6 +107,10 @@ class Writer:
         """Append how many steps after the traced ``step`` were due and not traced."""
         line = {"kind": "skipped", "step": step, "count": count, "every": every, "budget": budget}
         self._put(line)
+
+    def incident(self, found: StepIncident) -> None:
+        """Append a step at which a trigger fired."""
+        self._put({"kind": "incident", **found._asdict()})
 
     def end(self, step: int, error: str = "", share: float = math.nan) -> None:
         """Append the end line, with the name of the error that ended the run, if one did."""

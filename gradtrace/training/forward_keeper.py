@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from gradtrace.training.tuning import LOOK_STEPS, MAX_KEPT_CALLS
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
+
+Home: TypeAlias = tuple[nn.Module, str]
+"""The module of a buffer, and its name there."""
 
 
 class Call(NamedTuple):
@@ -76,9 +80,10 @@ class ForwardKeeper(Listener):
     """Keeps the random state, the autocast and the buffers at the beginning of a forward pass of a
     model whose calls it listens to, and the arguments of the model's calls, until ``take``.
 
-    Of the buffers those are copied that passes have been seen to change (in the first pass all):
-    most never do. Which these are is looked up after the 1st, 2nd, 4th, 8th, ... pass. The random
-    state is kept if a pass has been seen to draw; the same passes are looked at, and every 64th.
+    Buffers are copied that passes have been seen to change, and the random state if a pass has been
+    seen to draw: most change few and many draw none. Looked at are the 1st, 2nd, 4th, ... pass, and
+    then every 64th: of these all is copied, and compared with what is there after it, since not
+    every operation that writes says so (those of batch norms do not).
     """
 
     outermost = True
@@ -88,8 +93,7 @@ class ForwardKeeper(Listener):
         self._devices = cuda_devices(model)
         self._kept: Kept | None = None
         self._depth = 0
-        self._homes = dict(_buffer_homes(model))  # of the buffers to copy: at first all
-        self._versions = _versions(model)
+        self._homes: dict[str, Home] = {}  # of the buffers that passes change
         self._passes, self._look_at = 0, 1
         self._draws = False
 
@@ -104,17 +108,11 @@ class ForwardKeeper(Listener):
             for kind in AUTOCAST_DEVICES if self._devices else AUTOCAST_DEVICES[:1]:
                 if torch.is_autocast_enabled(kind):
                     autocast[kind] = torch.get_autocast_dtype(kind)
-        buffers = self._copied() if self._homes else {}
-        wanted = self._draws or self._passes + 1 == self._look_at
-        return Kept(RandomState.now(self._devices) if wanted else None, autocast, buffers, [], [])
-
-    def _copied(self) -> dict[str, Tensor]:
-        buffers = {}
-        with torch.no_grad():
-            for name, (module, key) in self._homes.items():
-                if (buffer := module._buffers.get(key)) is not None:
-                    buffers[name] = buffer.clone()
-        return buffers
+        looks = self._passes + 1 == self._look_at
+        homes = dict(_buffer_homes(self.model)) if looks else self._homes
+        buffers = _copied(homes) if homes else {}
+        random = RandomState.now(self._devices) if looks or self._draws else None
+        return Kept(random, autocast, buffers, [], [])
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """The model is called."""
@@ -147,25 +145,26 @@ class ForwardKeeper(Listener):
         return found
 
     def _look(self, found: Kept) -> None:
-        """Find what passes draw and change."""
-        passes = self._passes
+        """Find what a pass has drawn and changed."""
         if not self._draws and found.random is not None:
             self._draws = found.random.moved()
-        if not passes & (passes - 1):  # the 1st, 2nd, 4th, 8th, ...
-            self._note_changes()
-        self._look_at = passes + min(passes, LOOK_STEPS)
-
-    def _note_changes(self) -> None:
-        """Find the buffers that passes have changed so far."""
-        now = _versions(self.model)
-        changed = {name for name, version in now.items() if self._versions.get(name) != version}
-        known = set() if self._passes == 1 else set(self._homes)
-        homes = _buffer_homes(self.model)
-        self._homes = {name: home for name, home in homes if name in known | changed}
-        self._versions = now
+        for name, (module, key) in _buffer_homes(self.model):
+            now, before = module._buffers[key], found.buffers.get(name)
+            if now is not None and (before is None or not torch.equal(now, before)):
+                self._homes[name] = module, key
+        self._look_at = self._passes + min(self._passes, LOOK_STEPS)
 
 
-def _buffer_homes(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+def _copied(homes: Mapping[str, Home]) -> dict[str, Tensor]:
+    buffers = {}
+    with torch.no_grad():
+        for name, (module, key) in homes.items():
+            if (buffer := module._buffers.get(key)) is not None:
+                buffers[name] = buffer.clone()
+    return buffers
+
+
+def _buffer_homes(model: nn.Module) -> Iterator[tuple[str, Home]]:
     """The module of each buffer and its name there, by the buffer's full name."""
     for name, module in named_modules(model):
         for key in module._buffers:
@@ -177,11 +176,3 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, (module, key) in _buffer_homes(model):
         if (buffer := module._buffers[key]) is not None:
             yield name, buffer
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """What changes when a buffer is replaced or written to."""
-    return {
-        name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
-        for name, buffer in named_buffers(model)
-    }

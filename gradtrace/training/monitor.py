@@ -185,7 +185,8 @@ class Monitor:
         self._unlisten = weakref.finalize(self, listen(self._sampled, [model]))
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
         self._times = StepTimes(self._gathering.writer.times if self._gathering else None)
-        self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled)
+        note = self._gathering.writer.incident if self._gathering else None
+        self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
         self._here = self._open = True
         self._decide_next()
         _OPEN.add(self)
@@ -201,13 +202,19 @@ class Monitor:
         Args:
             step: Number of the step; by default one more than the last.
         """
+        if self._usable() and self._triggers is not None:
+            self._triggers.begin()
+        self._number(step)
+
+    def _number(self, step: int | None) -> None:
+        """Begin a step, and keep for triggers what the model's next call begins with, not what
+        there is now.
+        """
         if not self._usable():
             return
         if step is not None and self._schedule.jump(step):
             self._decide_next()
         self._open_explicitly = True
-        if self._triggers is not None:
-            self._triggers.begin()
         if self._sampled.wanted:
             self._sampled.open()
 

@@ -55,8 +55,8 @@ class Beginning:
         _check_fit(self.state, there)
         with torch.no_grad():
             for name, tensor in self.state.items():
-                if there[name] is not tensor:
-                    there[name].copy_(tensor)
+                if there[name] is not tensor:  # of training's own graph, whose versions must stay
+                    there[name].data.copy_(tensor)
         for name, module in named_modules(model):
             module.training = name not in self.evaluating
         self.random.restore()

@@ -134,6 +134,7 @@ def tell_where(
         found = run()
         skipped = f", {found.skipped:,} that were due are not (budget)" if found.skipped else ""
         places.insert(0, f"{len(found):,} of {found.until or 0:,} steps are traced{skipped}")
+        places += [f"incident at step {each.step:,}: {each.file}" for each in found.incidents]
     text = printable("; ".join(places))
     print(f"gradtrace: {text}", file=sys.stderr)
     say(text)

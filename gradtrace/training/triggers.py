@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf, isfinite, isinf, nan
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from gradtrace.pytorch.module_calls import listen
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.random_state import RandomState, cuda_devices
 from gradtrace.pytorch.wrapped_modules import named_modules, named_parameters
+from gradtrace.runs.history import StepIncident
 from gradtrace.training import tuning
 from gradtrace.training.forward_keeper import Call, ForwardKeeper, Kept, named_buffers
 from gradtrace.training.incident import Incident
@@ -31,6 +32,7 @@ from gradtrace.training.sampled_watch import SampledWatch
 from gradtrace.training.spike_rule import SpikeRule
 from gradtrace.training.step_tracer import loss_value
 
+Note: TypeAlias = Callable[[StepIncident], object]
 SPIKE, NONFINITE = "spike", "nonfinite"
 TRIGGERS = (SPIKE, NONFINITE)
 NO_BATCH = object()
@@ -107,10 +109,15 @@ class Trigger:
         return together
 
     def looking(
-        self, model: nn.Module, composed: bool | None, rank: int, watched: SampledWatch
+        self,
+        model: nn.Module,
+        composed: bool | None,
+        rank: int,
+        watched: SampledWatch,
+        note: Note | None,
     ) -> Triggers | None:
         """What looks at the steps of a model; None without triggers."""
-        return Triggers(model, self, composed, rank, watched) if self.wanted else None
+        return Triggers(model, self, composed, rank, watched, note) if self.wanted else None
 
 
 class Triggers:
@@ -123,11 +130,13 @@ class Triggers:
         composed: bool | None,
         rank: int,
         watched: SampledWatch,
+        note: Note | None = None,
     ) -> None:
         _refuse_collectives(model)
         self.model, self.settings = model, settings
         self._composed, self._rank = composed, rank
         self._watched = watched  # suspended while a step is run again
+        self._note = note  # writes to the run's file, on the process that has it
         self._seconds = 0.0  # that incidents took since the last ``look``
         self.files: list[Path] = []
         self._keeper = ForwardKeeper(model)
@@ -165,8 +174,9 @@ class Triggers:
                 self._check_gradients()
             self._pending = None
         if kept is not None:
-            scaled = type(scale) is not float and hasattr(scale, "get_scale")
-            by = float(scale.get_scale()) if scaled else scale
+            by, scaled = scale, False
+            if type(scale) is not float and hasattr(scale, "get_scale"):
+                by, scaled = float(scale.get_scale()), getattr(scale, "dynamic", True)
             value = loss_value(loss) / by
             trigger, evidence = self._fired(value, kept)
             if trigger:
@@ -183,6 +193,7 @@ class Triggers:
         found, said = "", ""
         if not isfinite(loss):
             found, said = NONFINITE, f"the loss is {loss}"
+            self._gradient_lasting = True  # that of this step will be: it is told once
         elif self._spike:
             said = self._rule.exceeded(loss, kept.size)
             found = SPIKE if said else ""
@@ -242,6 +253,9 @@ class Triggers:
             path = self._path(found)
             found.save(path, self.settings.most_bytes)
             self.files.append(path)
+            if self._note is not None:
+                cause = cause_of(found)
+                self._note(StepIncident(found.step, trigger, evidence, *cause, str(path)))
             _tell(one, evidence, f"{_headline(found)}. To read it: gradtrace diagnose {path}")
         except Exception as error:  # nothing that happens here may end a long training run
             _tell(one, evidence, f"No file was written: {error}; training goes on")
@@ -392,17 +406,24 @@ def ranges(values: Iterable[Any]) -> Iterator[str]:
             yield f"Of the batch: {kind} of shape {tuple(tensor.shape)}, {extent}."
 
 
-def _headline(found: Incident) -> str:
-    """What the rerun found, in a line."""
+def cause_of(found: Incident) -> tuple[str, str, str]:
+    """What the rerun found, its module and its source line; the latter empty where unknown."""
     bad, findings = found.diagnosis.get("nonfinite"), found.diagnosis.get("findings")
     if bad and bad["operator"]:
-        where = f" in '{bad['module']}'" if bad["module"] else ""
-        return f"It begins with {bad['operator']}{where}: {bad['line']}".rstrip(" :")
+        return f"It begins with {bad['operator']}", bad["module"], bad["line"]
     if findings:
-        return f"Run again: {findings[0]['title']} {findings[0]['line']}".rstrip()
+        first = findings[0]
+        return f"Run again: {first['title']}", first.get("module") or "", first["line"]
     if not found.words:
-        return "The step could not be run again"
-    return "It was run again, and nothing else was found"
+        return "The step could not be run again", "", ""
+    return "It was run again, and nothing else was found", "", ""
+
+
+def _headline(found: Incident) -> str:
+    """The same in a line."""
+    cause, module, line = cause_of(found)
+    where = f" in '{module}'" if module else ""
+    return f"{cause}{where}: {line}".rstrip(" :")
 
 
 def _tell(one: Pass, evidence: str, more: str) -> None:
