@@ -79,7 +79,8 @@ class GradTrace(LossTerms, Callback):  # type: ignore[misc]
         passes = trainer.accumulate_grad_batches if whole else 1
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         batch, self._batch = self._batch, ()
-        given = {"rerun": partial(_step_again, trainer, pl_module), "batch": batch} if whole else {}
+        again = partial(_step_again, trainer, pl_module)
+        given: dict[str, Any] = {"rerun": again, "batch": batch} if whole else {}
         scale, terms = Divided(scaler, passes), self._take_terms()
         self.monitor.step(loss, scale=scale, terms=terms, **given)
 
