@@ -12,25 +12,27 @@ Method: Each network (``gradtrace.experiments.induction_network``) has two layer
 12 units, 48 units in its stream, no layer norm and no other layers. Texts have 32 of 32 words and
 repeat a segment of 8 to 16 different words; as periods differ, no fixed distance tells the next
 word. Adam trains until 95% of the words that can be known are right, looked at every 20 steps, or
-for 2,000 steps; a network that fails is counted and kept. *Truth*, on 256 new texts at the end: by
+for 2,000 steps; a network that fails is counted and kept. Truth, on 256 new texts at the end: by
 how much the loss rises if a head's output is replaced by its mean over texts (8 heads), and if only
 one head of the second layer reads that mean (16 pairs), or only its query, key or value (48 pairs).
-The same on 256 others tells how well the truth agrees with itself. *Measures* score heads and pairs
+The same on 256 others tells how well the truth agrees with itself. Measures score heads and pairs
 at the end, and at step 0 as a control, each at a cost of 32 backward passes
-(``gradtrace.experiments.planted_scores``): those that cost more see fewer texts. *Agreement* in a
+(``gradtrace.experiments.planted_scores``): those that cost more see fewer texts. Agreement in a
 network is the rank correlation (Spearman's) of score and truth; beside it Kendall's, the AUC of the
 top quarter, and whether the largest is the largest. Intervals (95%) are bootstrapped over networks;
 differences from the baseline that is best after the fact are tested by flipping signs, and
 corrected by Holm for all measures and questions.
 
-Seeds: one for each network: its weights, batches and samples; by default 20.
+Seeds: One for each network: its weights, batches and samples; by default 20.
 
 Limits: Networks are tiny and have neither layer norm nor other layers, and the task needs one
 circuit. Several heads of a layer often do the same work: each alone then costs little, and what
 ablation says of one depends on the others. Mean ablation and patching are themselves answers to one
 question, what the loss would be with less information; a measure of where gradient flows may be
 right about another. EAP is scored by absolute value, as its authors do, the truth has a sign.
-Decomposition needs a pass for each component, so at equal cost it sees a single text.
+Decomposition needs a pass for each component, so at equal cost it sees a single text. A first run
+was stopped after ten networks and thrown away, as EAP gave all readers of the stream one gradient;
+the design did not change after it.
 """
 
 from __future__ import annotations
@@ -510,14 +512,12 @@ def _learned(rows: Sequence[Row]) -> Table:
 
 def _bars(questions: Sequence[Question]) -> Plot:
     """Heads and pairs side by side; a measure has no bar where it does not apply."""
-    names = [*MEASURES, *BASELINES, *EDGE_BASELINES]
     series = []
     for question in questions:
-        found = [_mean(question.at(n)) if n in question.measures else None for n in names]
-        y = [0.0 if x is None else x.value for x in found]
-        low = [0.0 if x is None else _ends(x)[0] for x in found]
-        high = [0.0 if x is None else _ends(x)[1] for x in found]
-        series.append(Series(QUESTIONS[question.name], names, y, low, high, "bars"))
+        found = [_mean(question.at(name)) for name in question.measures]
+        low, high = zip(*map(_ends, found))
+        y = [x.value for x in found]
+        series.append(Series(QUESTIONS[question.name], question.measures, y, low, high, "bars"))
     title = "Agreement with ablation (heads) and path patching (pairs)"
     return Plot("agreement", title, "", "rank correlation", tuple(series))
 
