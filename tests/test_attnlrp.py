@@ -12,7 +12,7 @@ from test_attribution import EMBEDDINGS, TwoLayers
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.attribution.lrp import ELEMENTWISE
+from gradtrace.attribution.lrp import ELEMENTWISE, PRODUCTS
 from gradtrace.errors import Unsupported
 
 
@@ -256,3 +256,52 @@ def test_fused_attention_is_refused() -> None:
     scalar = F.scaled_dot_product_attention(x, x, x).sum()
     with pytest.raises(Unsupported, match="inside gradtrace"):
         relevance(gt.watch(nn.Identity()), scalar, x)
+
+
+# Rules one by one --------------------------------------------------------------------------------
+
+MULTIPLIED: dict[str, Any] = {
+    "MulBackward0": lambda x: x * (2 * x),
+    "MmBackward0": lambda x: x @ (2 * x),
+    "BmmBackward0": lambda x: torch.bmm(x[None], 2 * x[None]),
+    "DotBackward0": lambda x: torch.dot(x[0], 2 * x[1]),
+    "MvBackward0": lambda x: torch.mv(x, 2 * x[0]),
+    "AddmmBackward0": lambda x: torch.addmm(x, x, 2 * x),
+    "BaddbmmBackward0": lambda x: torch.baddbmm(x[None], x[None], 2 * x[None]),
+    "AddbmmBackward0": lambda x: torch.addbmm(x, x[None], 2 * x[None]),
+    "AddcmulBackward0": lambda x: torch.addcmul(x, x, 2 * x),
+    "AddmvBackward0": lambda x: torch.addmv(x[0], x, 2 * x[1]),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_products_hand_half_to_each_factor(name: str) -> None:
+    """So relevance adds up to the scalar; gradient × input would count products twice."""
+    x = torch.tensor([[0.3, -1.2], [2.5, 0.7]], dtype=torch.float64, requires_grad=True)
+    with gt.watch(nn.Identity()) as watch:
+        y = MULTIPLIED[name](x)
+        scalar = y.sum()
+    assert y.grad_fn.name() == name
+    found = relevance(watch, scalar, x).scores["x"].sum()
+    torch.testing.assert_close(found, scalar.detach())
+
+
+def test_every_product_is_tried() -> None:
+    assert MULTIPLIED.keys() == PRODUCTS.keys() - {"MatmulBackward0"}
+
+
+def test_a_denominator_is_a_constant() -> None:
+    x = torch.tensor([0.3, 1.2, 2.5], dtype=torch.float64, requires_grad=True)
+    with gt.watch(nn.Identity()) as watch:
+        scalar = (x / (1 + x.sum())).sum()
+    want = (x / (1 + x.sum())).detach()
+    torch.testing.assert_close(relevance(watch, scalar, x).scores["x"], want)
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.sigmoid])
+def test_saturated_functions_keep_relevance(function: Any) -> None:
+    """Their result is 1 in all digits, where the inverse function is infinite."""
+    x = torch.tensor([60.0], dtype=torch.float64, requires_grad=True)
+    with gt.watch(nn.Identity()) as watch:
+        scalar = function(x).sum()
+    assert 0.9 < float(relevance(watch, scalar, x).scores["x"]) < 4

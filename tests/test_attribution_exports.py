@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,20 @@ from torch import nn
 
 import gradtrace as gt
 from gradtrace.attribution.graph import AttributionGraph
+from gradtrace.attribution.graph_data import (
+    GraphData,
+    GraphEdge,
+    GraphNode,
+    InputPositions,
+    ModelShape,
+    Sizes,
+)
+from gradtrace.attribution.graph_export import (
+    circuit_tracer,
+    mib,
+    model_explorer,
+    model_explorer_data,
+)
 from gradtrace.errors import GradtraceError, UnknownName
 
 
@@ -213,3 +228,89 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     assert AttributionGraph.from_dict(json.loads((tmp_path / "a").read_text())) == graph
     for name in ("circuit-tracer", "model-explorer", "model-explorer-data"):
         assert written(graph, tmp_path, name)
+
+
+# A graph by hand ---------------------------------------------------------------------------------
+
+
+def by_hand() -> GraphData:
+    """Two inputs of two and three tokens, a head and a module of layer 1, a module of none."""
+    nodes = (
+        GraphNode("p[1]", "input", "b", input="p", position=(1,), score=-1.0, influence=0.1),
+        GraphNode("q[2]", "input", "e", input="q", position=(2,), score=4.0, influence=0.5),
+        GraphNode("x.1 head 0", "head", "head 0", "x.1", layer=1, rank=1, score=3.0, influence=0.4),
+        GraphNode("x.1.mlp", "module", "mlp", "x.1.mlp", layer=1, rank=2, score=2.0, influence=0.3),
+        GraphNode("norm", "module", "norm", "norm", rank=3, score=3.0, influence=0.5),
+        GraphNode("output", "output", "logit", rank=4, score=3.0, influence=0.2),
+    )
+    edges = (
+        GraphEdge("p[1]", "output", -1.0, 0.2),
+        GraphEdge("q[2]", "x.1.mlp", 4.0, 0.8),
+        GraphEdge("q[2]", "output", 0.5, 0.1),
+        GraphEdge("x.1.mlp", "norm", 1.5, 0.1),
+        GraphEdge("norm", "output", 3.0, 0.5),
+    )
+    inputs = {"p": InputPositions((2,), ("a", "b")), "q": InputPositions((3,), ("c", "d", "e"))}
+    sizes = Sizes(0.8, 0.98), Sizes(1.0, 1.0), Sizes(6, 5)
+    shape = ModelShape(2, 2, 8, False)
+    return GraphData(nodes, edges, 3.0, 3.0, "gradient", 1, 0.0, *sizes, inputs, shape)
+
+
+def test_circuit_tracer_by_hand() -> None:
+    data = circuit_tracer(by_hand())
+    found = {node["node_id"]: node for node in data["nodes"]}
+    assert data["metadata"]["node_threshold"] == 0.8
+    assert data["metadata"]["prompt"] == "a b c d e"
+    assert {name: node["ctx_idx"] for name, node in found.items()} == {
+        "p[1]": 1, "q[2]": 4, "x.1 head 0": 4, "x.1.mlp": 4, "norm": 4, "output": 4
+    }  # fmt: skip
+    assert [found[name]["layer"] for name in found] == ["E", "E", "1", "1", "2", "3"]
+    assert {name: node["activation"] for name, node in found.items()} == {
+        node.id: node.score for node in by_hand().nodes
+    }
+    order = ["q[2]", "norm", "x.1 head 0", "x.1.mlp", "output", "p[1]"]  # by influence
+    held = [0.25, 0.5, 0.7, 0.85, 0.95, 1.0]  # with those before, of 2
+    assert [found[name]["influence"] for name in order] == pytest.approx(held)
+    assert [found[name]["token_prob"] for name in found] == [0, 0, 0, 0, 0, 1]
+    assert [found[name]["is_target_logit"] for name in found] == [False] * 5 + [True]
+
+
+def test_model_explorer_by_hand() -> None:
+    (graph,) = model_explorer(by_hand())["graphs"]
+    found = {node["id"]: node for node in graph["nodes"]}
+    assert [found[name]["namespace"] for name in found] == ["p", "q", "x", "x/1", "", ""]
+    edges = found["output"]["incomingEdges"]
+    assert [(edge["sourceNodeId"], edge["targetNodeInputId"]) for edge in edges] == [
+        ("p[1]", "0"), ("q[2]", "1"), ("norm", "2")
+    ]  # fmt: skip
+    scores = {each["id"]: each["attrs"][0]["value"] for each in found["output"]["inputsMetadata"]}
+    assert scores == {"0": "-1", "1": "0.5", "2": "3"}
+    attrs = {each["key"]: each["value"] for each in found["q[2]"]["attrs"]}
+    assert attrs == {"kind": "input", "score": "4", "influence": "0.5"}
+
+
+def test_colours_of_scores_by_hand() -> None:
+    graph = by_hand()
+    data = model_explorer_data(graph)["attribution"]
+    assert [(each["stop"], each["bgColor"]) for each in data["gradient"]] == [
+        (0.0, "#e6bfc4"),  # a quarter of the way from white to red, as -1 is of 4
+        (0.2, "#f7f7f7"),
+        (1.0, "#2166ac"),
+    ]
+    positive = replace(graph, nodes=tuple(node for node in graph.nodes if node.score > 0))
+    stops = model_explorer_data(positive)["attribution"]["gradient"]
+    assert [each["stop"] for each in stops] == [0.0, 1.0]
+
+
+def test_mib_by_hand() -> None:
+    graph = by_hand()
+    plain = replace(graph, nodes=tuple(node for node in graph.nodes if node.kind != "head"))
+    data = mib(plain)
+    assert {name: each["score"] for name, each in data["edges"].items()} == {
+        "input->logits": -0.5, "input->m1": 4.0, "m1->logits": 1.5
+    }  # fmt: skip
+    kept = {name for name, each in data["nodes"].items() if each["in_graph"]}
+    assert kept == {"input", "m1", "logits"}
+    assert data["cfg"] == {"n_layers": 2, "n_heads": 2, "parallel_attn_mlp": False, "d_model": 8}
+    with pytest.raises(GradtraceError, match=r"qkv=True"):
+        mib(graph)
