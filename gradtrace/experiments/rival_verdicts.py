@@ -355,7 +355,7 @@ def _sentence(found: Contests, said: Mapping[tuple[str, str], Verdict]) -> str:
     reached = sum(trial.row.result["reached"] is not None for trial in found.trials)
     about = (
         f"{len(found.trials)} networks of three rivals, {len(found.tasks)} tasks, "
-        f"{len(found.seeds)} seeds; {reached} reached the target."
+        f"{len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}; {reached} reached the target."
     )
     parts = []
     for end, title in ENDPOINTS.items():
