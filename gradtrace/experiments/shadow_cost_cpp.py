@@ -23,7 +23,8 @@ at 95% for the three programs together (Bonferroni). "Grows" is said if the inte
 and the mean is 1% at least; "does not grow" if it ends below 5%. Beside it: backward passes alone,
 what programs take relative to "freed", resident memory, page faults, live objects, and the share of
 subnormal numbers among gradients, which some processors are slow with. The source does not tell the
-width of its hidden layers; here it is 50.
+width of its hidden layers; here it is 50 (100 in a run that was stopped for want of time, before
+its first process had ended).
 
 Seeds: initial weights, order of samples, dropout. Times depend on the machine; counts do not.
 """

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import pairwise
 from math import comb
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -263,7 +264,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         "a step is one node of each worker; the difference of gradients is a share of the largest"
     )
     table = Table("Parallel dataflow: steps by number of workers", columns, lines, note)
-    return Findings(_sentence(facts, rows), (table,), (_plot(rows),), facts)
+    return Findings(_sentence(facts), (table,), (_plot(rows),), facts)
 
 
 def _facts(rows: Sequence[Row]) -> dict[str, Any]:
@@ -275,6 +276,7 @@ def _facts(rows: Sequence[Row]) -> dict[str, Any]:
         for r in results
         for p in WORKERS
     ]
+    kinds = {row.cell["kind"] for row in rows}
     example = [r for row, r in zip(rows, results) if row.cell["kind"] == "R(P,Q)"]
     return {
         "different": sum(r["different"] for r in results),
@@ -284,18 +286,23 @@ def _facts(rows: Sequence[Row]) -> dict[str, Any]:
         "apart_of_two": max((r["apart"] for r in results if r["most_users"] <= 2), default=0.0),
         "orders_of_example": example[0]["orders"] if example else None,
         "orders_by_hand": comb(4, 2),
-        "parallel": {row.cell["kind"]: row.result["nodes"] / row.result["longest"] for row in rows},
+        "parallel": {kind: mean(_parallel(rows, kind)) for kind in sorted(kinds)},
     }
 
 
-def _sentence(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def _parallel(rows: Sequence[Row], kind: str) -> list[float]:
+    some = [row.result for row in rows if row.cell["kind"] == kind]
+    return [result["nodes"] / result["longest"] for result in some]
+
+
+def _sentence(facts: Mapping[str, Any]) -> str:
     gains = ", ".join(f"{kind} {value:.2g}" for kind, value in sorted(facts["parallel"].items()))
     orders = facts["orders_of_example"]
     found = f" (of R(P,Q) all {orders} of {facts['orders_by_hand']} orders)" if orders else ""
     some = "all the same bits" if not facts["different"] else f"{facts['different']} DIFFER"
     bound = "within" if facts["bounded"] else "NOT within"
     return (
-        f"Parallel dataflow: {facts['executions']} executions in other topological orders and by "
+        f"Parallel dataflow: {facts['executions']:,} executions in other topological orders and by "
         f"threads{found}: {some}. Any number of workers makes programs faster by nodes ÷ longest "
         f"path at most: {gains}; counted steps are {bound} the bounds of Brent and Graham. "
         + _backward_sentence(facts)

@@ -219,6 +219,9 @@ def _line(key: tuple[str, bool], rows: Sequence[Row]) -> tuple[str | float | Non
 
 def _facts(groups: Mapping[tuple[str, bool], Sequence[Row]]) -> dict[str, Any]:
     facts: dict[str, Any] = {"saved": {}, "condition": {}, "off_formula": 0, "arrived": {}}
+    network = [row for key, some in groups.items() if key[0] == NETWORK for row in some]
+    edge = sum(row.result["rate"] in _ends(row.cell["rates"]) for row in network)
+    facts["edge"] = [edge, len(network)]
     for problem in WORDS:
         plain, normal = (
             {row.cell["seed"]: row.result for row in groups.get((problem, n), ())}
@@ -241,6 +244,10 @@ def _facts(groups: Mapping[tuple[str, bool], Sequence[Row]]) -> dict[str, Any]:
         default=0,
     )  # fmt: skip
     return {key: _json(value) for key, value in facts.items()}
+
+
+def _ends(rates: Sequence[float]) -> tuple[float, float]:
+    return min(rates), max(rates)
 
 
 def _log_ratio(a: int | None, b: int | None) -> float | None:
@@ -284,7 +291,8 @@ def _sentence(facts: Mapping[str, Any], condition: float) -> str:
     return (
         f"Batch normalisation, curvatures spread over {condition:g}: {'; '.join(said)} (as the "
         f"formula says, to {facts['off_formula']} updates). A network of tanh units on features of "
-        f"the first kind {_needs(saved[NETWORK])}, each at its best rate{clear}. "
+        f"the first kind {_needs(saved[NETWORK])}, each at its best rate (the least or the "
+        f"largest tried in {facts['edge'][0]} of {facts['edge'][1]} runs){clear}. "
         + (f"So {so}." if sure else f"Whether {so} cannot be told.")
     )
 
