@@ -5,6 +5,9 @@ are a step, the share that the Monitor measured of itself and kept to, the share
 beside both runs finds, its first trace, a later one, what an untraced step pays, and what it pays
 with both triggers, none of which fires. Seconds are those of the processor, which other programs
 disturb least: run it with OMP_NUM_THREADS=1.
+
+``python -m gradtrace.benchmarks.monitoring triggers [steps]`` compares whole steps without a
+Monitor and with one that has both triggers, none of which fires: they alternate, one by one.
 """
 
 from __future__ import annotations
@@ -34,13 +37,20 @@ def perceptron() -> tuple[nn.Module, Loss]:
     return nn.Sequential(*layers[:-1]), lambda model: functional.cross_entropy(model(x), y)
 
 
-def gpt2() -> tuple[nn.Module, Loss]:
+def small_perceptron() -> tuple[nn.Module, Loss]:
+    """A 784-128-10 perceptron, 64 images a batch."""
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+    x, y = torch.randn(64, 784), torch.randint(10, (64,))
+    return model, lambda model: functional.cross_entropy(model(x), y)
+
+
+def gpt2(texts: int = 8) -> tuple[nn.Module, Loss]:
     """GPT-2 with 4 layers of width 128, 8 texts of 64 tokens a batch."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"n_layer": 4, "n_head": 4, "n_embd": 128, "n_positions": 64, "vocab_size": 1000}
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM")
-    ids = torch.randint(1000, (8, 64))
+    ids = torch.randint(1000, (texts, 64))
     return GPT2LMHeadModel(config), lambda model: model(input_ids=ids, labels=ids).loss
 
 
@@ -63,7 +73,16 @@ def lstm() -> tuple[nn.Module, Loss]:
     return MonitoredLstm(), lambda model: functional.cross_entropy(model(x), y)
 
 
+def short_gpt2() -> tuple[nn.Module, Loss]:
+    """The same with 3 texts a batch; it has dropouts, so that its random state is kept."""
+    return gpt2(3)
+
+
+WARM_STEPS = 40
+"""Steps at the beginning that are not counted."""
+
 MODELS = (perceptron, gpt2, lstm)
+ALTERNATING = (small_perceptron, perceptron, short_gpt2)
 
 
 def train(
@@ -107,6 +126,42 @@ def measured(make: Callable[[], tuple[nn.Module, Loss]], seconds: float) -> tupl
         1e6 * idle(),
         1e6 * triggered(model, loss_of),
     )
+
+
+def alternating(make: Callable[[], tuple[nn.Module, Loss]], steps: int) -> tuple[Any, ...]:
+    """A row of the table of triggers: steps without and with them, in turn, in one process."""
+    both = []
+    for wanted in (False, True):
+        torch.manual_seed(0)
+        model, loss_of = make()
+        options: dict[str, Any] = {"trigger": ("spike", "nonfinite"), "view": False}
+        monitor = Monitor(model, every=1 << 40, **options) if wanted else None
+        both.append((model, loss_of, monitor, torch.optim.SGD(model.parameters(), lr=0.01)))
+    times: tuple[list[float], list[float]] = ([], [])
+    for step in range(2 * (steps + WARM_STEPS)):
+        model, loss_of, monitor, optimizer = both[step % 2]
+        begun = process_time()
+        loss = loss_of(model)
+        if monitor is not None:
+            monitor.step(loss)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        times[step % 2].append(process_time() - begun)
+    plain, watched = (each[WARM_STEPS:] for each in times)
+    more, error = _difference(plain, watched)
+    if both[1][2] is not None:
+        both[1][2].close()
+    usual = median(plain)
+    return make.__name__, len(plain), 1000 * usual, 1e6 * more, 1e6 * error, more / usual
+
+
+def _difference(a: list[float], b: list[float]) -> tuple[float, float]:
+    """The median of ``b - a``, pair by pair, and its standard error, as for a normal variable."""
+    found = sorted(y - x for x, y in zip(a, b))
+    middle = median(found)
+    spread = 1.4826 * median([abs(each - middle) for each in found])
+    return middle, 1.2533 * spread / len(found) ** 0.5
 
 
 def triggered(model: nn.Module, loss_of: Loss, steps: int = 200) -> float:
@@ -178,5 +233,22 @@ def main(seconds: float) -> None:
         print(TextTable(title, columns, (measured(make, seconds),)), flush=True)
 
 
-if __name__ == "__main__":
+def main_of_triggers(steps: int) -> None:
+    """Print the table of triggers."""
+    columns = (
+        TextColumn("model"),
+        TextColumn("steps", "count"),
+        TextColumn("ms a step", "number"),
+        TextColumn("more, µs", "number"),
+        TextColumn("standard error, µs", "number"),
+        TextColumn("share", "share"),
+    )
+    title = f"Both triggers, none fires, {torch.get_num_threads()} threads"
+    for make in ALTERNATING:
+        print(TextTable(title, columns, (alternating(make, steps),)), flush=True)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["triggers"]:
+    main_of_triggers(int(sys.argv[2]) if len(sys.argv) > 2 else 3000)
+elif __name__ == "__main__":
     main(float(sys.argv[1]) if len(sys.argv) > 1 else 60.0)
