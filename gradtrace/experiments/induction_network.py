@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import gradtrace as gt
-from gradtrace.experiments.planted_networks import Planted
+from gradtrace.experiments.planted_networks import Entry, Planted
 from gradtrace.experiments.planted_scores import Batch, components, joined
 
 WORDS, LENGTH, WIDTH, HEAD, HEADS = 32, 32, 48, 12, 4
@@ -33,16 +33,6 @@ Effects: TypeAlias = dict[str, float]
 """By how much the loss rises, by the name of what is taken away."""
 
 IGNORED = -100
-
-
-class Entry(nn.Module):
-    """What one reader reads, as a tensor of its own: an identity would hand the same tensor to all
-    readers, whose gradient is that of all of them together.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same numbers."""
-        return x.view_as(x)
 
 
 class Port(nn.Module):

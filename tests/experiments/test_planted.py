@@ -185,6 +185,8 @@ def test_shares_of_views_and_of_pairs_add_up() -> None:
         assert sum(found[name].values()) == pytest.approx(1, abs=1e-4)
     model = build(cell("heads"))
     found = scores(model, lambda samples: model.draw(samples, source), 24)
+    for name in ("EAP", "EAP-IG"):  # a score for each reader, not one for all that read alike
+        assert len({found[name][joined(a, b)] for a, b in model.pairs}) == len(model.pairs)
     for name in ("greedy", "mass, p = 1"):
         for head in model.groups[0]:
             both = sum(found[name][joined(a, b)] for a, b in model.pairs if a == head)
