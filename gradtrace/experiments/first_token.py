@@ -4,39 +4,51 @@ Question: a model says whether the first word of a sequence comes a second time.
 reads its input x by four branches: query, key, value, and the skip past it. Du et al. (2023) took
 the largest path from each word's x to the score of the right answer, and found that most of it runs
 through the keys (mean .0301; query .0174, skip .0094, value .00095): that of the repeated word
-through its key (.269), that of the first word through its query (.174). Is that so again?
+through its key (.269), that of the first word through its query (.174). Is that so again? Does it
+depend on how operators are cut? And is it what the model does?
 
-Expectation: the order key > query > skip > value; the repeated word by its key, the first word by
-its query. Other numbers: a path's weight depends on the weights that training found, and on what
-counts as a path. Du et al. sum inside operators (a matrix product is one step) and keep the sign;
-from one *element* to the next there are many more paths, each smaller.
+Expectation: both orders hold where softmax and layer norm are written in pieces, as their library
+has them, and often not where each is one operator, as in PyTorch: a pilot had 5 of 5 models against
+4 and 1 of 15. What the model does is found by path patching, which knows of no operators.
 
 Method: their task (20 words, of which one is never used, length 10, half of the sequences with
-exactly one repetition, 10,000, 70% to train) and their model in plain torch: one layer of BERT,
-hidden 16, 2 heads, the answer read off the first word. Adam 0.005, batches of 128, no dropout (with
-their 0.2 a try did not get beyond 72%), trained for two lengths. On other sequences x is handed to
-the four branches as four leaves, so the value of a leaf is that of the paths through its branch.
-Four measures: ``operator`` (theirs: the most positive at every fork of operators, sums within
-them), ``gradient`` (the sum of all paths, by size), ``positive`` (the most positive path of
-elements) and ``largest`` (by size). A word's value is that of its largest element; the branch that
-wins gets it and the others 0, as theirs. Beside them influence: whose path takes a branch, by both
-rules; at scalar granularity for the first word's elements and the repeated one's, at operator
-granularity for x as a whole.
+exactly one repetition, 10,000, 70% to train) and their settings: one layer of BERT, hidden 16,
+intermediate 32, 2 heads, initialisation 0.02, no dropout, Adam 0.001, batches of 32, 42 epochs; the
+answer is read off the first word. On held-out sequences x is handed to the four branches as four
+leaves. Their measure: sums inside operators, the most positive and the most negative of what
+operators hand back, sorted again after every operator (``operator_paths``). A word's value is that
+of its largest element; the branch that wins gets it, the others 0. Three writings with equal values
+and gradients: ``fused``; ``opened`` by ``gt.watch(model, open=("softmax", "layer_norm"))``; and
+``theirs`` by hand, with variance as E[x²] - E[x]² and paths through the shift of softmax. Beside
+them, without sorting, the gradient by size and the largest path of elements. Path patching: a
+word is replaced by another, so that the answer turns, but only in what one branch reads; the effect
+is by how much the score of the right answer falls. Whether it is the same branch is asked of each
+model's means, and of single sequences.
 
-Seeds: one for data, initialisation and order of training; intervals are a bootstrap over seeds.
-Models that got less than 95% right did not learn the task, and are left out.
+Seeds: one for data, initialisation and order of training of each of 20 models, which are drawn;
+intervals are Wilson's for counts of models, and a bootstrap over models. Models that got less than
+95% right did not learn the task, and are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import gradtrace as gt
+from gradtrace.experiments.first_token_model import (
+    BRANCHES,
+    LENGTH,
+    WORDS,
+    Data,
+    Encoder,
+    sequences,
+    trained,
+)
 from gradtrace.experiments.harness.findings import (
     Cell,
     Findings,
@@ -49,186 +61,79 @@ from gradtrace.experiments.harness.findings import (
     Tick,
 )
 from gradtrace.experiments.harness.statistics import Interval, bootstrap
-from gradtrace.semirings import EXTREMES, MAX
+from gradtrace.experiments.operator_paths import most_positive
+from gradtrace.semirings import MAX
 
-QUICK = {"sequences": 10_000, "epochs": [10], "samples": 64, "traced": 16}
-FULL = {"sequences": 10_000, "epochs": [10, 30], "samples": 1000, "traced": 100}
-SEEDS = Seeds(quick=1, full=15)
+QUICK = {"sequences": 4000, "epochs": 4, "samples": 100, "few": 40, "side_by_side": 2}
+FULL = {"sequences": 10_000, "epochs": 42, "samples": 1000, "few": 100, "side_by_side": 10}
+SEEDS = Seeds(quick=2, full=20)
 TIMED = False
-FIGURE = "operators"
+FIGURE = "claims"
 
-WORDS, LENGTH, HIDDEN, HEADS, BATCH, RATE = 20, 10, 16, 2, 128, 0.005
-BRANCHES = ("key", "query", "skip", "value")
-MEASURES = {
-    "operator": "largest path of operators, signed",
-    "gradient": "gradient, by size",
-    "positive": "most positive path of elements",
-    "largest": "largest path of elements, by size",
+WRITINGS: dict[str, tuple[str, ...]] = {
+    "fused": (),
+    "opened": ("softmax", "layer_norm"),
+    "theirs": (),
 }
-THEIRS = {"key": 0.0301, "query": 0.0174, "value": 0.00095, "skip": 0.0094}
-
-
-class Skip(nn.Module):
-    """``out = x``: an operator of its own, so that the branch has a place in the graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A copy."""
-        return x.clone()
-
-
-class Attention(nn.Module):
-    """``norm(skip(x) + mix(softmax(query(x)·key(x)ᵀ / √d) · value(x)))``, each branch a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
-        self.skip, self.mix, self.norm = Skip(), nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN)
-
-    def forward(self, x: Mapping[str, Tensor]) -> Tensor:
-        """``x`` is the input by branch: the same tensor, or a leaf for each."""
-        q, k, v = (
-            getattr(self, name)(x[name]).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for name in ("query", "key", "value")
-        )  # (batch, head, word, hidden / heads)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(HIDDEN // HEADS)
-        read = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-        out: Tensor = self.norm(self.skip(x["skip"]) + self.mix(read))
-        return out
-
-
-class Encoder(nn.Module):
-    """One layer of BERT with a classifier on the first word, cut where gradient forks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, HIDDEN), nn.Embedding(LENGTH, HIDDEN)
-        self.norm, self.last = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.attention = Attention()
-        self.wide, self.narrow = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        self.pool, self.answer = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 2)
-
-    def embed(self, words: Tensor) -> Tensor:
-        """x, the input of attention: (batch, word, hidden)."""
-        x: Tensor = self.norm(self.words(words) + self.places.weight)
-        return x
-
-    def attend(self, x: Mapping[str, Tensor]) -> Tensor:
-        """From x, by branch, to the second fork."""
-        out: Tensor = self.attention(x)
-        return out
-
-    def decide(self, through: Tensor, past: Tensor) -> Tensor:
-        """From the second fork, through the wide layer and past it, to the two scores."""
-        wide = self.narrow(nn.functional.gelu(self.wide(through)))
-        first = self.last(past + wide)[:, 0]
-        scores: Tensor = self.answer(torch.tanh(self.pool(first)))
-        return scores
-
-    def read(self, x: Tensor) -> Tensor:
-        """The scores of an x that all branches share."""
-        u = self.attend(dict.fromkeys(BRANCHES, x))
-        return self.decide(u, u)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """(batch, word) -> (batch, 2)."""
-        return self.read(self.embed(words))
-
-
-class Data(NamedTuple):
-    """Sequences, whether the first word comes again, and where (0: nowhere)."""
-
-    words: Tensor
-    labels: Tensor
-    places: Tensor
-
-    def part(self, start: int, stop: int) -> Data:
-        """Some of them."""
-        return Data(*(field[start:stop] for field in self))
-
-
-def sequences(count: int, seed: int) -> Data:
-    """Half of them with one repetition of the first word; word 0 does not occur."""
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randint(1, WORDS, (count, 1), generator=generator)
-    # A step of 1 to WORDS - 2 around the circle of words that occur is any word but the first.
-    step = torch.randint(1, WORDS - 1, (count, LENGTH), generator=generator)
-    words = 1 + (first - 1 + step) % (WORDS - 1)
-    words[:, :1] = first
-    labels = torch.randperm(count, generator=generator) % 2
-    places = torch.randint(1, LENGTH, (count,), generator=generator) * labels
-    return Data(words.scatter(1, places[:, None], first), labels, places)
-
-
-def trained(data: Data, cell: Cell, tick: Tick) -> Encoder:
-    """The model after all epochs; its weights need no gradient any more."""
-    model = Encoder()
-    for each in model.modules():
-        if isinstance(each, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(each.weight, std=0.2)  # BERT's 0.02 is for hidden 768, not 16
-    optimiser = torch.optim.Adam(model.parameters(), lr=RATE)
-    for epoch in range(cell["epochs"]):
-        tick(f"epoch {epoch + 1} of {cell['epochs']}")
-        for batch in torch.split(torch.randperm(len(data.words)), BATCH):
-            loss = nn.functional.cross_entropy(model(data.words[batch]), data.labels[batch])
-            optimiser.zero_grad()
-            torch.autograd.backward(loss)
-            optimiser.step()
-    return model.requires_grad_(False)
-
-
-# Measuring ----------------------------------------------------------------------------------------
+MEASURES = {
+    "fused": "fused",
+    "opened": "opened",
+    "theirs": "as theirs",
+    "fused, unsorted": "fused, not sorted again",
+    "opened, unsorted": "opened, not sorted again",
+    "theirs, unsorted": "as theirs, not sorted again",
+    "largest, fused": "largest path of elements, fused",
+    "largest, opened": "largest path of elements, opened",
+    "gradient": "gradient, by size",
+}
+THEIRS = {"key": 0.0301, "query": 0.0174, "skip": 0.0094, "value": 0.00095}
+THEIR_WORDS = {("first", "query"): 0.174, ("repeated", "key"): 0.269}
+CLAIMED = {"first": "query", "repeated": "key"}
 
 Values = dict[str, Tensor]
 """A number for every element of x, by branch: (sample, word, hidden)."""
 
 
-def copies(x: Tensor) -> Values:
-    """Leaves that are x, one for each branch."""
-    return {name: x.clone().requires_grad_() for name in BRANCHES}
+# Measuring ----------------------------------------------------------------------------------------
 
 
-def by_path(model: Encoder, x: Tensor, labels: Tensor) -> dict[str, Values]:
-    """Sum, most positive and largest of the paths of elements, through each branch.
+def scored(model: Encoder, x: Tensor, labels: Tensor, writing: str) -> tuple[Values, Tensor, Any]:
+    """A leaf that is x for each branch, the sum of the scores of right answers, and the watch.
 
     The scores of all samples are added up: each element of x has paths to its own sample's only.
     """
-    leaves = copies(x)
-    u = model.attend(leaves)
-    score = model.decide(u, u).gather(1, labels[:, None]).sum()
-    gradient = gt.backward(score, names=leaves)
-    extremes = gt.backward(score, EXTREMES, names=leaves)
-    largest = gt.backward(score, MAX, names=leaves)
-    return {
-        "gradient": {name: gradient[name].abs() for name in BRANCHES},
-        "positive": {name: extremes[name][0] for name in BRANCHES},
-        "negative": {name: extremes[name][1] for name in BRANCHES},
-        "largest": {name: largest[name] for name in BRANCHES},
-    }
+    leaves = {name: x.clone().requires_grad_() for name in BRANCHES}
+    model.write(writing == "theirs")
+    with gt.watch(model, open=WRITINGS[writing], names=leaves) as watch:
+        score = model.read(leaves).gather(1, labels[:, None]).sum()
+    model.write(False)
+    return leaves, score, watch
 
 
-def by_operator(model: Encoder, x: Tensor, labels: Tensor) -> Values:
-    """The largest path of operators, signed, as Du et al. define it.
+def measured(model: Encoder, x: Tensor, labels: Tensor, few: int) -> dict[str, Values]:
+    """The values of all measures; those of paths of elements for the first sequences only."""
+    found: dict[str, Values] = {}
+    for writing in WRITINGS:
+        leaves, score, watch = scored(model, x, labels, writing)
+        found[writing] = most_positive(score, leaves)
+        found[f"{writing}, unsorted"] = most_positive(score, leaves, sort=False)
+        if writing == "fused":
+            gradient = watch.backward(score)
+            found["gradient"] = {name: gradient[name].abs() for name in BRANCHES}
+        if writing != "theirs":
+            _, score, watch = scored(model, x[:few], labels[:few], writing)
+            found[f"largest, {writing}"] = dict(watch.backward(score, MAX))
+    return found
 
-    Inside an operator all is summed; where operators share an input, the most positive of what they
-    hand back is kept at every element, and the most negative beside it, for a sign may turn.
-    """
-    leaves = copies(x)
-    u = model.attend(leaves)
-    fork = {name: u.detach().clone().requires_grad_() for name in ("through", "past")}
-    score = model.decide(**fork).gather(1, labels[:, None]).sum()
-    handed = gt.backward(score, names=fork)
-    ends = [each(handed["through"], handed["past"]) for each in (torch.maximum, torch.minimum)]
-    high, low = (gt.backward(u, names=leaves, cotangent=end) for end in ends)
-    return {name: torch.maximum(high[name], low[name]) for name in BRANCHES}
+
+def best_of(values: Values) -> Tensor:
+    """Each word's largest element by branch: (branch, sample, word)."""
+    return torch.stack([values[name].amax(-1) for name in BRANCHES])
 
 
-def words_of(values: Values, *, win: bool) -> Tensor:
-    """Each word's largest element by branch: (branch, sample, word).
-
-    With ``win`` only the branch of the largest keeps it, and the others have 0.
-    """
-    best = torch.stack([values[name].amax(-1) for name in BRANCHES])
-    return torch.where(best == best.amax(0), best, 0.0) if win else best
+def won(best: Tensor) -> Tensor:
+    """Only the branch of the largest keeps its value, and the others have 0."""
+    return torch.where(best == best.amax(0), best, 0.0)
 
 
 def groups_of(data: Data) -> dict[str, Tensor]:
@@ -238,102 +143,104 @@ def groups_of(data: Data) -> dict[str, Tensor]:
     return {"all": every >= 0, "first": first, "repeated": again, "other": ~first & ~again}
 
 
-def summary(values: Values, groups: Mapping[str, Tensor]) -> Result:
-    """``{kind: {words: {branch: mean}}}``: what a branch won, and the best of it anyway."""
-    kinds = {"won": words_of(values, win=True), "best": words_of(values, win=False)}
+def means(values: Values, groups: Mapping[str, Tensor]) -> Result:
+    """``{words: {branch: mean of what it won}}``."""
+    taken = won(best_of(values))
     return {
-        kind: {
-            group: {name: float(one[where].mean()) for name, one in zip(BRANCHES, found)}
-            for group, where in groups.items()
-        }
-        for kind, found in kinds.items()
+        group: dict(zip(BRANCHES, (float(one[where[: one.shape[0]]].mean()) for one in taken)))
+        for group, where in groups.items()
     }
 
 
-def shares(model: Encoder, x: Tensor, labels: Tensor, place: Tensor | None = None) -> Result:
-    """Whose path takes each branch, by both rules: ``{rule: {branch: share}}``.
+def another_word(data: Data, group: str, seed: int) -> Tensor:
+    """The sequences with the first word, or its repetition, replaced, so that the answer turns.
 
-    With a place in each sequence, of the elements of x there; without, x is followed as a whole, at
-    operator granularity, and the share is of sequences.
+    The first is replaced by a word that the sequence does not have, the repeated one by any other
+    word but the first.
     """
-    found: Result = {}
-    for rule in ("greedy", "viterbi"):
-        with gt.watch(model) as watch:
-            if place is None:
-                whole = x.clone().requires_grad_()
-            else:  # only this word's x needs a gradient, so only its paths are counted
-                at = place[:, None, None].expand(-1, 1, HIDDEN)
-                whole = x.scatter(1, at, x.gather(1, at).requires_grad_())
-            scores = model.read(whole).gather(1, labels[:, None])[:, 0]
-        granularity = "operator" if place is None else "scalar"
-        trace = watch.trace(scores, rule=rule, granularity=granularity)
-        table = trace.influence({name: f"attention.{name}" for name in BRANCHES})
-        found[rule] = table.shares
-    return found
+    generator = torch.Generator().manual_seed(seed)
+    free = torch.rand(len(data.words), WORDS, generator=generator)
+    free[:, 0] = -1.0
+    free.scatter_(1, data.words if group == "first" else data.words[:, :1], -1.0)
+    at = torch.zeros_like(data.places) if group == "first" else data.places
+    return data.words.scatter(1, at[:, None], free.argmax(1, keepdim=True))
 
 
-def expected(values: Values, place: Tensor) -> dict[str, float]:
-    """The share of a place's elements at which a branch has the largest value."""
-    at = place[:, None].expand(-1, HIDDEN)[:, None]  # (sample, 1, hidden)
-    stack = torch.stack([values[name].gather(1, at)[:, 0] for name in BRANCHES])
-    return {name: float((stack.argmax(0) == n).double().mean()) for n, name in enumerate(BRANCHES)}
-
-
-def influence(model: Encoder, x: Tensor, data: Data, paths: dict[str, Values]) -> Result:
-    """Shares for the first word, the repeated one and whole sequences; and how far (``apart``) they
-    are from what the branches' values say: greedy follows the largest gradient, viterbi the
-    largest path.
+def patched(model: Encoder, data: Data, group: str, seed: int) -> Tensor:
+    """By how much the score of the right answer falls, by branch and sequence, if only that branch
+    reads the other word; last, if all do.
     """
-    found: Result = {"sequence": shares(model, x, data.labels)}
-    gaps = []
-    for group, some in (("first", data.labels >= 0), ("repeated", data.labels > 0)):
-        place = data.places[some] * (group == "repeated")
-        found[group] = shares(model, x[some], data.labels[some], place)
-        for rule, kind in (("greedy", "gradient"), ("viterbi", "largest")):
-            mine = expected({name: v[: len(x)][some] for name, v in paths[kind].items()}, place)
-            gaps += [abs(found[group][rule][name] - mine[name]) for name in BRANCHES]
-    return {**found, "apart": max(gaps)}
+    x, other = model.embed(data.words), model.embed(another_word(data, group, seed))
+    clean = dict.fromkeys(BRANCHES, x)
+    swaps = [{**clean, name: other} for name in BRANCHES] + [dict.fromkeys(BRANCHES, other)]
+    before = model.read(clean)[:, 1]
+    return torch.stack([before - model.read(swap)[:, 1] for swap in swaps])
 
 
-def facts(paths: dict[str, Values], groups: Mapping[str, Tensor]) -> Result:
-    """What holds of every model: the largest path is the largest of both signs; and as the answer
-    is read off the first word, no other word has a path by its query or past attention.
+def patching(model: Encoder, data: Data, found: Mapping[str, Values], seed: int) -> Result:
+    """Effects by branch of the first word and of the repeated one, and how often a measure has the
+    same branch in front: the share of sequences.
     """
-    largest, up, down = (paths[kind] for kind in ("largest", "positive", "negative"))
-    signs = all(
-        torch.allclose(largest[name], torch.maximum(up[name], -down[name])) for name in BRANCHES
-    )
-    silent = all(bool((largest[name][~groups["first"]] == 0).all()) for name in ("query", "skip"))
-    return {"signs": signs, "silent": silent}
+    again = data.labels > 0
+    some = data.repeated()
+    effects = {group: patched(model, some, group, seed) for group in CLAIMED}
+    result: Result = {
+        group: dict(zip((*BRANCHES, "together"), each.mean(1).tolist()))
+        for group, each in effects.items()
+    }
+    result["same"] = {}
+    for kind, values in found.items():
+        best = best_of(values)
+        which = again[: best.shape[1]]
+        places = {"first": torch.zeros_like(some.places), "repeated": some.places}
+        result["same"][kind] = {}
+        for group, effect in effects.items():
+            at = places[group][: int(which.sum())]
+            front = best[:, which].gather(2, at.expand(len(BRANCHES), -1)[..., None])[..., 0]
+            same = front.argmax(0) == effect[: len(BRANCHES), : len(at)].argmax(0)
+            result["same"][kind][group] = float(same.double().mean())
+    return result
 
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
-    """A model for each seed and length of training."""
-    lengths = settings["epochs"]
-    return [{**settings, "seed": seed, "epochs": n} for seed in range(seeds) for n in lengths]
+    """Models that are trained side by side."""
+    rest = {name: settings[name] for name in ("sequences", "epochs", "samples", "few")}
+    size = settings["side_by_side"]
+    return [
+        {"seeds": list(range(start, min(start + size, seeds))), **rest}
+        for start in range(0, seeds, size)
+    ]
 
 
 def measure(cell: Cell, tick: Tick) -> Result:
-    """Train a model, and measure its validation sequences."""
+    """Train models, and measure their validation sequences."""
     count = cell["sequences"]
-    data = sequences(count, cell["seed"])
-    train, rest = data.part(0, 7 * count // 10), data.part(7 * count // 10, count)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(cell["seed"])
-        model = trained(train, cell, tick)
+    data = [sequences(count, seed) for seed in cell["seeds"]]
+    end = 7 * count // 10
+    models = trained([each.part(0, end) for each in data], cell["seeds"], cell["epochs"], tick)
+    found = []
+    for seed, model, each in zip(cell["seeds"], models, data):
+        tick(f"paths of model {seed}")
+        found.append({"seed": seed, **examined(model, each.part(end, count), cell, seed)})
+    return {"models": found}
+
+
+def examined(model: Encoder, rest: Data, cell: Cell, seed: int) -> Result:
+    """Everything that is measured of one model."""
     accuracy = float((model(rest.words).argmax(1) == rest.labels).double().mean())
     some = rest.part(0, cell["samples"])
     x, groups = model.embed(some.words), groups_of(some)
-    tick("paths")
-    paths = by_path(model, x, some.labels)
-    values = {"operator": by_operator(model, x, some.labels), **paths}
-    tick("influence")
-    few = some.part(0, cell["traced"])
+    values = measured(model, x, some.labels, cell["few"])
+    # no other word than the first has a path by its query or past attention
+    silent = all(
+        bool((values["largest, opened"][name][~groups["first"][: cell["few"]]] == 0).all())
+        for name in ("query", "skip")
+    )
     return {
         "accuracy": accuracy,
-        "means": {kind: summary(values[kind], groups) for kind in MEASURES},
-        "influence": influence(model, x[: len(few.words)], few, paths),
-        "facts": facts(paths, groups),
+        "silent": silent,
+        "means": {kind: means(values[kind], groups) for kind in MEASURES},
+        "patching": patching(model, some, values, seed),
     }
 
 
@@ -341,7 +248,6 @@ def measure(cell: Cell, tick: Tick) -> Result:
 
 LEARNED = 0.95
 ORDER = ("key", "query", "skip", "value")
-THEIR_WORDS = {("first", "query"): 0.174, ("repeated", "key"): 0.269}
 
 
 def headline(facts: Mapping[str, Any]) -> str:
@@ -349,125 +255,200 @@ def headline(facts: Mapping[str, Any]) -> str:
     models, learned = facts["models"], facts["learned"]
     if "claims" not in facts:
         return f"{learned} of {models} models learned the task, so nothing can be said of paths."
-    held = facts["claims"]["operator"]
+    both = {kind: facts["claims"][kind]["both"] for kind in ("fused", "opened", "theirs")}
     return (
-        f"In {held['key']} of {learned} models the key has the largest paths, as Du et al. say; "
-        f"their whole order, key > query > skip > value, is that of {held['order']}."
+        f"Du et al.'s two orders (repeated word by its key, first word by its query) hold in "
+        f"{both['theirs']} of {learned} models with operators cut as theirs, in {both['opened']} "
+        f"opened by gradtrace, and in {both['fused']} fused; path patching has the key for the "
+        f"repeated word in {facts['patched']['repeated']['key']} and the query for the first in "
+        f"{facts['patched']['first']['query']}."
     )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:
-    """Their claims one by one, by each measure."""
-    ordered = sorted(rows, key=lambda row: (row.cell["epochs"], row.cell["seed"]))
-    lengths: dict[int, list[Result]] = {}
-    for row in ordered:
-        if row.result["accuracy"] >= LEARNED:
-            lengths.setdefault(row.cell["epochs"], []).append(row.result)
-    # The shortest training that was enough: longer makes models surer, and gradients smaller.
-    results = next(iter(lengths.values()), [])
-    checks = {name: all(row.result["facts"][name] for row in rows) for name in ("signs", "silent")}
-    apart = max((row.result["influence"]["apart"] for row in rows), default=0.0)
-    shortest = min(lengths, default=0)
-    models = sum(row.cell["epochs"] == shortest for row in rows) if lengths else len(rows)
-    counts = {"models": models, "learned": len(results), "epochs": shortest}
+    """Their claims one by one, by each measure, and what path patching says."""
+    models = sorted((each for row in rows for each in row.result["models"]), key=_seed)
+    results = [each for each in models if each["accuracy"] >= LEARNED]
+    known: dict[str, Any] = {"models": len(models), "learned": len(results)}
+    known["silent"] = all(each["silent"] for each in models)
     if not results:
-        known = {**checks, **counts, "apart": apart}
-        return Findings(f"None of {models} models learned the task.", facts=known)
-    held = {kind: claims(results, kind) for kind in MEASURES}
-    known = {
-        **checks,
-        **counts,
-        "apart": apart,
-        "claims": held,
-        "means": {kind: {n: mean(results, kind, "all", n) for n in BRANCHES} for kind in MEASURES},
+        return Findings(f"None of {len(models)} models learned the task.", facts=known)
+    known["claims"] = {kind: claims(results, kind) for kind in MEASURES}
+    known["patched"] = {
+        group: {name: sum(front(r["patching"][group]) == name for r in results) for name in ORDER}
+        for group in CLAIMED
     }
-    tables = (means_table(results), words_table(results), influence_table(results))
-    said = f"{sentence(results, held, counts)} {longer(lengths)}".strip()
-    return Findings(said, (*tables, lengths_table(lengths)), plots(results), known)
+    known["agree"] = {kind: agreeing(results, kind) for kind in MEASURES}
+    tables = (claims_table(results), patching_table(results), words_table(results))
+    return Findings(sentence(results, known), tables, plots(results), known)
 
 
-def mean(results: Sequence[Result], kind: str, group: str, branch: str) -> float:
-    """What a branch won of some words by one measure, over seeds."""
-    return float(sum(r["means"][kind]["won"][group][branch] for r in results) / len(results))
+def _seed(result: Result) -> int:
+    return int(result["seed"])
 
 
-def interval(results: Sequence[Result], kind: str, group: str, branch: str) -> Interval:
-    """The same with its interval over seeds; of one seed, nothing is known but its value."""
-    found = bootstrap(list(results), lambda some: mean(some, kind, group, branch))
-    return found if len(results) > 1 else Interval(found.value, found.value, found.value)
+def front(values: Mapping[str, float]) -> str:
+    """The branch with the largest value."""
+    return max(BRANCHES, key=lambda name: values[name])
 
 
 def claims(results: Sequence[Result], kind: str) -> dict[str, int]:
     """In how many models each claim of Du et al. holds."""
-    found = {"order": 0, "key": 0, "repeated": 0, "first": 0}
+    found = dict.fromkeys(("first", "repeated", "both", "key", "order"), 0)
     for result in results:
-        won = result["means"][kind]["won"]
-        found["order"] += sorted(BRANCHES, key=lambda n: -won["all"][n]) == list(ORDER)
-        found["key"] += max(BRANCHES, key=lambda n: won["all"][n]) == "key"
-        found["repeated"] += max(BRANCHES, key=lambda n: won["repeated"][n]) == "key"
-        found["first"] += max(BRANCHES, key=lambda n: won["first"][n]) == "query"
+        each = result["means"][kind]
+        holds = {group: front(each[group]) == name for group, name in CLAIMED.items()}
+        for group in CLAIMED:
+            found[group] += holds[group]
+        found["both"] += all(holds.values())
+        found["key"] += front(each["all"]) == "key"
+        found["order"] += sorted(BRANCHES, key=lambda n: -each["all"][n]) == list(ORDER)
     return found
 
 
-def sentence(
-    results: Sequence[Result], held: dict[str, dict[str, int]], counts: dict[str, int]
-) -> str:
+def agreeing(results: Sequence[Result], kind: str) -> int:
+    """The models in which a measure has the branches of path patching in front, for both words."""
+    return sum(
+        all(front(r["means"][kind][group]) == front(r["patching"][group]) for group in CLAIMED)
+        for r in results
+    )
+
+
+def wilson(part: int, total: int) -> Interval:
+    """The 95% interval of a share that was counted."""
+    z, share = 1.96, part / total
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total**2)) / (1 + z * z / total)
+    return Interval(share, max(middle - half, 0.0), min(middle + half, 1.0))
+
+
+def counted(part: int, total: int) -> str:
+    """``18 of 20 [70%, 97%]``."""
+    found = wilson(part, total)
+    return f"{part} of {total} [{found.low:.0%}, {found.high:.0%}]"
+
+
+def over(results: Sequence[Result], ask: Any) -> Interval:
+    """The mean over models, with its interval; of one model, nothing is known but its value."""
+    values = [float(ask(result)) for result in results]
+    found = bootstrap(values, lambda some: sum(some) / len(some))
+    return found if len(results) > 1 else Interval(found.value, found.value, found.value)
+
+
+def sentence(results: Sequence[Result], known: Mapping[str, Any]) -> str:
     """What was found, in words."""
-    total = counts["learned"]
-    theirs, paths = held["operator"], held["largest"]
-    ranked = sorted(BRANCHES, key=lambda n: -mean(results, "operator", "all", n))
-    said = ", ".join(f"{n} {short(interval(results, 'operator', 'all', n))}" for n in ranked)
-    elements = sorted(BRANCHES, key=lambda n: -mean(results, "largest", "all", n))
-    small = ", ".join(f"{n} {mean(results, 'largest', 'all', n):.4f}" for n in elements)
-    smaller = total_of(results, "operator") / max(total_of(results, "largest"), 1e-300)
+    total, held = known["learned"], known["claims"]
+    both = {kind: counted(held[kind]["both"], total) for kind in MEASURES}
+    patched_ = known["patched"]
+    agree = {kind: counted(known["agree"][kind], total) for kind in MEASURES}
+    order = {kind: held[kind]["order"] for kind in ("fused", "opened", "theirs")}
     return (
-        f"{total} of {counts['models']} models learned the task in {counts['epochs']} epochs. "
-        f"Measured as Du et al. did, by the largest signed path of operators, the means are {said} "
-        f"(theirs: key .0301, query .0174, skip .0094, value .00095). {judged(theirs, total)} "
-        f"Between single elements the largest paths are {smaller:.0f} times smaller in all "
-        f"({small}), and there {told(paths, total)}. The numbers are not theirs, as each model "
-        f"finds weights of its own (the key's mean runs from {spread(results)}), ours without "
-        f"dropout, and as layer norm and softmax are single operators here; the two measures "
-        f"differ as one sums inside operators what the other takes apart."
+        f"{total} of {known['models']} models learned the task. {plainly(known)} Both orders, the "
+        f"repeated word by its key and the first word by its query, hold in {both['theirs']} "
+        f"models with operators cut as theirs, in {both['opened']} opened by gradtrace, and in "
+        f"{both['fused']} with softmax and layer norm as one operator each; without sorting again "
+        f"after every operator in {both['theirs, unsorted']}, {both['opened, unsorted']} and "
+        f"{both['fused, unsorted']}. Their whole order, key > query > skip > value over all words, "
+        f"is that of {order['theirs']}, {order['opened']} and {order['fused']} models. Path "
+        f"patching has the key in front for the repeated word in "
+        f"{counted(patched_['repeated']['key'], total)} models, and for the first word "
+        f"{fronts(patched_['first'], total)}. The branches of path patching are those of the "
+        f"measure for both words in {agree['theirs']} models with operators as theirs, "
+        f"{agree['opened']} opened, {agree['fused']} fused, {agree['gradient']} by the gradient."
     )
 
 
-def longer(lengths: Mapping[int, Sequence[Result]]) -> str:
-    """How the numbers move if training goes on."""
-    if len(lengths) < 2:
-        return ""
-    means = {n: mean(some, "operator", "all", "key") for n, some in lengths.items()}
-    said = ", ".join(f"{value:.4f} after {n} epochs" for n, value in means.items())
-    held = ", ".join(
-        f"{claims(some, 'operator')['order']} of {len(some)}" for some in lengths.values()
+def fronts(found: Mapping[str, int], total: int) -> str:
+    """Which branches are in front, and in how many models."""
+    some = sorted((name for name in found if found[name]), key=lambda name: -found[name])
+    return ", ".join(f"the {name} in {counted(found[name], total)}" for name in some) or "none"
+
+
+def plainly(known: Mapping[str, Any]) -> str:
+    """For a reader who knows none of the words."""
+    total, agree = known["learned"], known["agree"]
+    best = max(("theirs", "opened", "fused"), key=lambda kind: agree[kind])
+    words = {"theirs": "cut as finely as theirs", "opened": "cut finely", "fused": "left whole"}
+    if len({agree[kind] for kind in words}) == 1:
+        end = "the check does not tell the ways to cut apart"
+    else:
+        end = (
+            f"the arithmetic {words[best]} agrees with it most often, in {agree[best]} of "
+            f"{total} models"
+        )
+    return (
+        "In plain words: which part of the model a gradient seems to come through depends on how "
+        "finely its arithmetic is cut into steps, though the arithmetic is the same; the check "
+        "that does not depend on it is to swap a word for one part only and see what happens, "
+        f"and {end}."
     )
-    return f"With longer training the key's mean is {said}; their order is found in {held} models."
 
 
-def lengths_table(lengths: Mapping[int, Sequence[Result]]) -> Table:
-    """What each branch won, by their measure, over the length of training."""
+def claims_table(results: Sequence[Result]) -> Table:
+    """In how many models claims hold, by measure, and agreement with path patching."""
+    total = len(results)
+
+    def line(kind: str) -> tuple[str, ...]:
+        held = claims(results, kind)
+        same = [str(over(results, lambda r, g=g: r["patching"]["same"][kind][g])) for g in CLAIMED]
+        return (
+            MEASURES[kind],
+            counted(held["first"], total),
+            counted(held["repeated"], total),
+            counted(held["both"], total),
+            counted(held["order"], total),
+            counted(agreeing(results, kind), total),
+            *same,
+        )
+
+    return Table(
+        "Claims of Du et al. by measure, and agreement with path patching",
+        ("measure", "first: query", "repeated: key", "both", "whole order", "as patching")
+        + ("same, first", "same, repeated"),
+        tuple(line(kind) for kind in MEASURES),
+        "Models, with Wilson's 95% intervals. As patching: for both words the branch in front is "
+        "that of path patching. Same: the share of single sequences where it is, a bootstrap "
+        "over models.",
+    )
+
+
+def patching_table(results: Sequence[Result]) -> Table:
+    """Effects by branch."""
     rows = tuple(
-        (n, name, short(interval(some, "operator", "all", name)))
-        for n, some in lengths.items()
-        for name in ORDER
+        (group, name, short(over(results, lambda r, g=group, n=name: r["patching"][g][n])))
+        + (
+            (sum(front(r["patching"][group]) == name for r in results),)
+            if name in ORDER
+            else (None,)
+        )
+        for group in CLAIMED
+        for name in (*ORDER, "together")
     )
-    return Table("Over training", ("epochs", "branch", MEASURES["operator"]), rows)
+    return Table(
+        "Path patching: by how much the score of the right answer falls",
+        ("word", "branch that reads another", "effect", "models with it in front"),
+        rows,
+        "Sequences with a repetition. Other words than the first have no query or skip that the "
+        "answer could read.",
+    )
 
 
-def judged(held: dict[str, int], total: int) -> str:
-    """Whether their claims were found again."""
-    verdict = {total: "Their claims hold in all of them:", 0: "None of their claims holds in any:"}
-    counts = set(held.values())
-    start = verdict.get(counts.pop(), "") if len(counts) == 1 else ""
-    return f"{start or 'Their claims hold in part:'} {told(held, total)}."
+def words_table(results: Sequence[Result]) -> Table:
+    """What branches won, by word."""
 
+    def line(group: str, name: str) -> tuple[str | float | None, ...]:
+        theirs = THEIRS[name] if group == "all" else THEIR_WORDS.get((group, name))
+        ours = [
+            short(over(results, lambda r, k=kind: r["means"][k][group][name]))
+            for kind in ("theirs", "opened", "fused")
+        ]
+        return (group, name, theirs, *ours)
 
-def told(held: dict[str, int], total: int) -> str:
-    """The claims, each with its number of models."""
-    return (
-        f"the key has most in {held['key']} of {total} models, the order is key > query > skip > "
-        f"value in {held['order']}, the repeated word goes by its key in {held['repeated']}, and "
-        f"the first by its query in {held['first']}"
+    return Table(
+        "Mean of what a branch won, by word",
+        ("word", "branch", "Du et al.", "as theirs", "opened", "fused"),
+        tuple(line(g, n) for g in ("all", "first", "repeated") for n in ORDER),
+        f"95% intervals, a bootstrap over {len(results)} models.",
     )
 
 
@@ -478,83 +459,31 @@ def short(found: Interval) -> str:
     return f"{found.value:.4f} [{found.low:.4f}, {found.high:.4f}]"
 
 
-def spread(results: Sequence[Result]) -> str:
-    """The smallest and the largest mean of the key."""
-    keys = [r["means"]["operator"]["won"]["all"]["key"] for r in results]
-    return f"{min(keys):.4f} to {max(keys):.4f}"
-
-
-def total_of(results: Sequence[Result], kind: str) -> float:
-    """What all branches won together."""
-    return sum(mean(results, kind, "all", name) for name in BRANCHES)
-
-
-def means_table(results: Sequence[Result]) -> Table:
-    """What each branch won, over all words."""
-
-    def line(name: str) -> tuple[str | float, ...]:
-        ours = [short(interval(results, kind, "all", name)) for kind in MEASURES]
-        return (name, THEIRS[name], *ours)
-
-    rows = tuple(line(name) for name in ORDER)
-    return Table(
-        "Mean of what a branch won, over all words",
-        ("branch", "Du et al.", *MEASURES.values()),
-        rows,
-        f"95% intervals, a bootstrap over {len(results)} models; the first of our columns is their "
-        "measure.",
-    )
-
-
-def words_table(results: Sequence[Result]) -> Table:
-    """The same for the first word, the repeated word and the others."""
-
-    def line(group: str, name: str) -> tuple[str | float | None, ...]:
-        ours = [mean(results, kind, group, name) for kind in MEASURES]
-        return (group, name, THEIR_WORDS.get((group, name)), *ours)
-
-    rows = tuple(line(g, n) for g in ("first", "repeated", "other") for n in ORDER)
-    return Table(
-        "Mean of what a branch won, by word",
-        ("word", "branch", "Du et al.", *MEASURES.values()),
-        rows,
-        "The answer is read off the first word: no other has a path by its query or its skip.",
-    )
-
-
-def influence_table(results: Sequence[Result]) -> Table:
-    """Whose path takes a branch, by both rules."""
-    rows = tuple(
-        (group, rule, *(share(results, group, rule, name) for name in ORDER))
-        for group in ("first", "repeated", "sequence")
-        for rule in ("greedy", "viterbi")
-    )
-    return Table(
-        "Influence: the share of elements of x whose path takes a branch",
-        ("of", "rule", *ORDER),
-        rows,
-        "A sequence is followed as a whole, at operator granularity.",
-    )
-
-
-def share(results: Sequence[Result], group: str, rule: str, name: str) -> float:
-    """The mean share over seeds."""
-    return float(sum(r["influence"][group][rule][name] for r in results) / len(results))
-
-
 def plots(results: Sequence[Result]) -> tuple[Plot, ...]:
-    """What the branches won, by each measure, beside theirs."""
+    """Claims by measure, effects of patching, and what branches won."""
+    total = len(results)
 
-    def bars(kind: str) -> Series:
-        found = [interval(results, kind, "all", name) for name in ORDER]
+    def bars(label: str, names: Sequence[str], found: Sequence[Interval]) -> Series:
         y, low, high = zip(*found)
-        return Series(MEASURES[kind], ORDER, y, low, high, style="bars")
+        return Series(label, names, y, low, high, style="bars")
 
-    theirs = Series("Du et al.", ORDER, [THEIRS[name] for name in ORDER], style="bars")
-    title = "Mean of what each branch won, over all words"
-    coarse = (theirs, bars("operator"), bars("gradient"))
-    fine = (bars("positive"), bars("largest"))
+    kinds = ("theirs", "opened", "fused", "gradient")
+    held = {kind: claims(results, kind) for kind in kinds}
+    words = {"first": "first word: query", "repeated": "repeated word: key", "both": "both"}
+    shares = tuple(
+        bars(said, kinds, [wilson(held[kind][group], total) for kind in kinds])
+        for group, said in words.items()
+    )
+    agree = bars("as path patching", kinds, [wilson(agreeing(results, k), total) for k in kinds])
+    effects = tuple(
+        bars(
+            f"{group} word",
+            ORDER,
+            [over(results, lambda r, g=group, n=name: r["patching"][g][n]) for name in ORDER],
+        )
+        for group in CLAIMED
+    )
     return (
-        Plot("operators", f"{title}: operators", "branch", "largest path", coarse),
-        Plot("elements", f"{title}: elements", "branch", "largest path", fine),
+        Plot("claims", "Models in which claims hold", "operators", "share", (*shares, agree)),
+        Plot("patching", "Path patching, by branch", "branch", "fall of the score", effects),
     )
