@@ -25,7 +25,7 @@ word is replaced by another, so that the answer turns, but only in what one bran
 is by how much the score of the right answer falls. Whether it is the same branch is asked of each
 model's means, and of single sequences.
 
-Seeds: one for data, initialisation and order of training of each of 20 models, which are drawn;
+Seeds: one for data, initialisation and order of training of each model; models are drawn;
 intervals are Wilson's for counts of models, and a bootstrap over models. Models that got less than
 95% right did not learn the task, and are left out.
 """
@@ -255,13 +255,17 @@ def headline(facts: Mapping[str, Any]) -> str:
     models, learned = facts["models"], facts["learned"]
     if "claims" not in facts:
         return f"{learned} of {models} models learned the task, so nothing can be said of paths."
-    both = {kind: facts["claims"][kind]["both"] for kind in ("fused", "opened", "theirs")}
+    held, patched_ = facts["claims"], facts["patched"]
+    first = {kind: held[kind]["first"] for kind in MEASURES}
     return (
-        f"Du et al.'s two orders (repeated word by its key, first word by its query) hold in "
-        f"{both['theirs']} of {learned} models with operators cut as theirs, in {both['opened']} "
-        f"opened by gradtrace, and in {both['fused']} fused; path patching has the key for the "
-        f"repeated word in {facts['patched']['repeated']['key']} and the query for the first in "
-        f"{facts['patched']['first']['query']}."
+        f"The repeated word's largest path runs by its key in {held['theirs']['repeated']} of "
+        f"{learned} models, as Du et al. say, the first word's by its query in {first['theirs']} "
+        f"with operators cut as theirs, {first['opened']} opened by gradtrace, {first['fused']} "
+        f"fused (without their sorting in {first['theirs, unsorted']}, "
+        f"{first['opened, unsorted']}, {first['fused, unsorted']}); path patching has the "
+        f"{most(patched_['repeated'])} for the repeated word in "
+        f"{max(patched_['repeated'].values())} and the {most(patched_['first'])} for the first in "
+        f"{max(patched_['first'].values())}."
     )
 
 
@@ -350,12 +354,41 @@ def sentence(results: Sequence[Result], known: Mapping[str, Any]) -> str:
         f"after every operator in {both['theirs, unsorted']}, {both['opened, unsorted']} and "
         f"{both['fused, unsorted']}. Their whole order, key > query > skip > value over all words, "
         f"is that of {order['theirs']}, {order['opened']} and {order['fused']} models. Path "
-        f"patching has the key in front for the repeated word in "
-        f"{counted(patched_['repeated']['key'], total)} models, and for the first word "
-        f"{fronts(patched_['first'], total)}. The branches of path patching are those of the "
+        f"patching has in front for the repeated word {fronts(patched_['repeated'], total)}, for "
+        f"the first word {fronts(patched_['first'], total)}. These branches are those of the "
         f"measure for both words in {agree['theirs']} models with operators as theirs, "
-        f"{agree['opened']} opened, {agree['fused']} fused, {agree['gradient']} by the gradient."
+        f"{agree['opened']} opened, {agree['fused']} fused, {agree['gradient']} by the gradient. "
+        f"{compared(results)}"
     )
+
+
+def same(result: Result, kind: str) -> float:
+    """The share of sequences with the branch of path patching in front, mean of both words."""
+    found = result["patching"]["same"][kind]
+    return float(sum(found[group] for group in CLAIMED) / len(CLAIMED))
+
+
+def compared(results: Sequence[Result]) -> str:
+    """Whether path patching agrees more with opened operators or with fused ones."""
+    gain = over(results, lambda r: same(r, "opened") - same(r, "fused"))
+    sign = gain.sign if len(results) > 1 else 0
+    words = {1: "opened operators name", -1: "fused operators name", 0: "it cannot be told which"}
+    end = "the branch of path patching more often" if sign else "names the branch more often"
+    return (
+        f"Sequence by sequence {words[sign]} {end}: opened less fused is {gain} of sequences, the "
+        "mean of both words."
+    )
+
+
+def most(found: Mapping[str, int]) -> str:
+    """The branch in front in most models."""
+    return max(ORDER, key=lambda name: found[name])
+
+
+def stands(found: Mapping[str, int], name: str, total: int) -> str:
+    """Whether path patching has a branch in front in most models."""
+    share = wilson(found[name], total)
+    return "stands" if share.low > 0.5 else "does not stand" if share.high < 0.5 else "is open"
 
 
 def fronts(found: Mapping[str, int], total: int) -> str:
@@ -366,21 +399,14 @@ def fronts(found: Mapping[str, int], total: int) -> str:
 
 def plainly(known: Mapping[str, Any]) -> str:
     """For a reader who knows none of the words."""
-    total, agree = known["learned"], known["agree"]
-    best = max(("theirs", "opened", "fused"), key=lambda kind: agree[kind])
-    words = {"theirs": "cut as finely as theirs", "opened": "cut finely", "fused": "left whole"}
-    if len({agree[kind] for kind in words}) == 1:
-        end = "the check does not tell the ways to cut apart"
-    else:
-        end = (
-            f"the arithmetic {words[best]} agrees with it most often, in {agree[best]} of "
-            f"{total} models"
-        )
+    total, found = known["learned"], known["patched"]
+    said = {group: stands(found[group], name, total) for group, name in CLAIMED.items()}
     return (
         "In plain words: which part of the model a gradient seems to come through depends on how "
-        "finely its arithmetic is cut into steps, though the arithmetic is the same; the check "
-        "that does not depend on it is to swap a word for one part only and see what happens, "
-        f"and {end}."
+        "finely the same arithmetic is cut into steps. To swap a word in what one part reads does "
+        f"not: by that, the repeated word matters most by its {most(found['repeated'])} and the "
+        f"first word by its {most(found['first'])}. So the claim that the repeated word works by "
+        f"its key {said['repeated']}, and that the first word works by its query {said['first']}."
     )
 
 

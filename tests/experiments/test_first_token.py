@@ -174,14 +174,22 @@ def test_conclusions(rows: list[Row]) -> None:
     assert found.facts["claims"]["theirs"] == dict.fromkeys(
         ("first", "repeated", "both", "key", "order"), 3
     )
-    assert found.facts["agree"]["fused"] == 3 and "does not tell the ways" in found.sentence
-    for row in learned:
-        for model in row.result["models"]:
-            model["means"]["fused"]["first"]["skip"] = 9.0
+    assert found.facts["agree"]["fused"] == 3
+    assert (
+        "by its key is open, and that the first word works by its query is open" in found.sentence
+    )
+    for model in (each for row in learned for each in row.result["models"]):
+        model["means"]["fused"]["first"]["skip"] = 9.0
+        model["patching"]["same"]["opened"] = dict.fromkeys(experiment.CLAIMED, 0.75)
+        model["patching"]["same"]["fused"] = dict.fromkeys(experiment.CLAIMED, 0.5)
     found = experiment.conclude(learned)
     assert found.facts["claims"]["fused"]["both"] == 0 and found.facts["agree"]["fused"] == 0
-    assert "agrees with it most often, in 3 of 3 models" in found.sentence
-    assert "in 3 opened by gradtrace, and in 0 fused" in experiment.headline(found.facts)
+    assert "opened operators name the branch of path patching more often" in found.sentence
+    assert "opened less fused is 0.25 [0.25, 0.25]" in found.sentence
+    assert "3 opened by gradtrace, 0 fused" in experiment.headline(found.facts)
+    many = found.facts["patched"]["first"] | {"query": 20}
+    assert experiment.stands(many, "query", 20) == "stands"
+    assert experiment.stands(many, "skip", 20) == "does not stand"
 
 
 def test_wilson() -> None:
