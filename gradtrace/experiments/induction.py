@@ -32,7 +32,7 @@ question, what the loss would be with less information; a measure of where gradi
 right about another. EAP is scored by absolute value, as its authors do, the truth has a sign.
 Decomposition needs a pass for each component, so at equal cost it sees a single text. A first run
 was stopped after ten networks and thrown away, as EAP gave all readers of the stream one gradient;
-the design did not change after it.
+results of six of them had been looked at by then, and the design did not change after it.
 """
 
 from __future__ import annotations
