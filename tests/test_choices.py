@@ -654,3 +654,23 @@ def test_weights_that_changed() -> None:
 def test_fractions_are_not_printed() -> None:
     table = Influence((Row("a", 0, 0, Moments.of(1, 3), Moments.of(0.1, 0.3)),))
     assert "/" not in str(table) and isinstance(table["a"].count.t, Fraction)
+
+
+def test_many_ways_to_a_value_are_not_walked_one_by_one() -> None:
+    """Sixty diamonds in one module have 3^60 ways from the last to the first."""
+
+    class Diamonds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.into(x)
+            for _ in range(60):
+                h = torch.tanh(h) + torch.sigmoid(h) * h
+            return h
+
+    model = Diamonds()
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(2, 3)).sum()
+    assert "add (tanh, mul) (×59)" in str(watch.trace(loss).choices())

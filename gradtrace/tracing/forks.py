@@ -261,8 +261,13 @@ class _Graph:
                 names[n] = text
         return names
 
-    def _source(self, module: str, value: int, depth: int = 3) -> tuple[str, str, str, str]:
-        """What made a value, as seen from a module: names that tell more and more."""
+    def _source(
+        self, module: str, value: int, depth: int = 3, told: bool = True
+    ) -> tuple[str, str, str, str]:
+        """What made a value, as seen from a module: names that tell more and more. Arguments of an
+        operator are ``told`` in the last two; their own are not, or every way to a value would be
+        walked.
+        """
         first, weak, slot, blocks = "", "", "", self.program.blocks
         for _ in range(100):  # back through operators of one argument, to a module or a leaf
             if value in self.leaves:
@@ -287,7 +292,8 @@ class _Graph:
             if len(made) != 1:
                 if not first and (one := self._one_source(module, made, depth)):
                     return one
-                finer = f"{operator}({', '.join(self._made(each, module) for each in made)})"
+                arguments = [self._made(each, module) for each in made] if told else []
+                finer = f"{operator}({', '.join(arguments)})"
                 return first or operator, (first or operator) + slot, finer, finer + slot
             weak = weak or (operator if operator in SCALES else "")
             first = first or ("" if operator in MOVES | SCALES else operator)
@@ -345,7 +351,7 @@ class _Graph:
         """What made a value, as seen from a module: another module, an operator, or the leaf."""
         if value not in self.takers:
             return self.leaves.get(value, "constant")
-        source = self._source(module, value, 0)[0]
+        source = self._source(module, value, 0, told=False)[0]
         if source in self.modules:
             return source
         return spoken(self.program.blocks[self.takers[value][0]].operator)

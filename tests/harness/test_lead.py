@@ -82,7 +82,7 @@ def test_pages_lead_with_both(name: str) -> None:
     lines = [line for line in (DOCS / f"{name}.md").read_text().split("\n") if line]
     assert lines[1] == "> " + page._quiet(data["headline"])
     assert re.fullmatch(r"!\[.+\]\(\S+\.png\)", lines[2]) and lines[3] == "## In full"
-    figure = re.search(r"\((\S+)\)$", lines[2])
+    figure = re.search(r"\(([^()\s]+)\)$", lines[2])
     assert figure and (DOCS / figure[1]).exists()
     assert sum(figure[1] in line for line in lines) == 1
     assert page.markdown(data, {}).count(page._quiet(data["headline"])) >= 1
