@@ -97,7 +97,9 @@ def test_influence_counts_all_reached_elements_of_a_leaf() -> None:
     table = trace.influence()
     reached = sum(int((trace.gradients[f"a.{n}"] != 0).sum()) for n in ("weight", "bias"))
     assert int(table["b"].count.t) == int(table["b"].count.e) == reached
-    pairs = watch.trace(model(torch.randn(4, 3)).square().sum(1), granularity="operator")
+    with gt.watch(model) as watch:
+        losses = model(torch.randn(4, 3)).square().sum(1)
+    pairs = watch.trace(losses, granularity="operator")
     assert pairs.influence("operators").pairs == 4
 
 
