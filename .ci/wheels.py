@@ -85,12 +85,12 @@ def check_library(wheel: Path, arch: str) -> None:
     with zipfile.ZipFile(wheel) as file:
         if LIBRARY not in file.namelist():
             raise SystemExit(f"{wheel.name} has no kernels: did the compiler fail?")
+        machine = int.from_bytes(file.read(LIBRARY)[18:20], "little")
+        if machine != MACHINES[arch]:
+            raise SystemExit(f"the kernels in {wheel.name} are not for {arch}")
         sources = {path.name for path in (ROOT / PROGRAM).iterdir() if path.is_file()}
         if absent := sources - {Path(name).name for name in file.namelist() if PROGRAM in name}:
             raise SystemExit(f"{wheel.name} lacks {', '.join(sorted(absent))} of {PROGRAM}")
-        machine = int.from_bytes(file.read(LIBRARY)[18:20], "little")
-    if machine != MACHINES[arch]:
-        raise SystemExit(f"the kernels in {wheel.name} are not for {arch}")
 
 
 def check_tag(wheel: Path, arch: str) -> None:

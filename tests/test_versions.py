@@ -66,10 +66,11 @@ def test_a_cell_that_cannot_be_made_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "NOT RUN: torch 2.8.0 with Python 3.99" in capsys.readouterr().err
 
 
-LIBRARY = bytes(18) + (183).to_bytes(2, "little")
+AARCH64, X86_64 = (bytes(18) + machine.to_bytes(2, "little") for machine in (183, 62))
 BAD = {
     "no kernels": ({}, "has no kernels"),
-    "another machine": ({wheels.LIBRARY: LIBRARY}, "x86_64"),
+    "another machine": ({wheels.LIBRARY: AARCH64}, "x86_64"),
+    "no sources of an experiment": ({wheels.LIBRARY: X86_64}, r"lacks .*train\.cpp"),
 }
 
 
