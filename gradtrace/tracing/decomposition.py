@@ -367,7 +367,7 @@ class Decomposition(Tabular):
         overlap = [f"{a} and {b}" for (a, b), p in pairs.items() if p.overlap]
         if overlap:
             found.append(
-                f"some paths pass two components ({_listed(overlap, 1)}), so shares need not add "
+                f"a path may pass two components ({_listed(overlap, 1)}), so shares need not add "
                 "up to 100%"
             )
         always = [e.name for e in self.rows if e.whole.share == 1 and isnan(e.contested.share)]
@@ -474,7 +474,7 @@ def _words_of(found: Products | None) -> str:
         return "nothing came through one of them"
     words = "against each other" if found.cosine < AGAINST else "apart"
     words = "the same way" if found.cosine > -AGAINST else words
-    return f"{words}; some paths pass both" if found.overlap else words
+    return f"{words}; a path may pass both" if found.overlap else words
 
 
 def _shown(x: float) -> float | None:

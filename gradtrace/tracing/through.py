@@ -85,7 +85,9 @@ class ComponentRoutes:
         return may[value] & ~must[value]
 
     def overlaps(self) -> dict[int, int]:
-        """For each component the others that some route passes too."""
+        """For each component the others that a route may pass too, by operators: elements of one
+        operator that belong to different components count as one way.
+        """
         found = dict.fromkeys(range(self.count), 0)
         may = {self.program.root: 1}
         for number, block in enumerate(self.program.blocks):
