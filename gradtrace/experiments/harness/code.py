@@ -2,8 +2,9 @@
 
 Code is parsed, not run. The digest covers ``measure`` and everything that it refers to in its
 module, in modules beside the file and in ``gradtrace.experiments`` with its harness, and the
-versions of gradtrace and torch. Comments, docstrings and ``conclude`` do not count, so a text or a
-figure can be changed without measuring again.
+versions of gradtrace and torch. Comments, docstrings and what only ``conclude`` or ``headline``
+refer to do not count, also in a module that is imported whole, such as a part of an experiment: a
+text or a figure can be changed without measuring again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.loading import ExperimentSource, load
 
 START = "measure"
+TELLS = ("conclude", "headline", "FIGURE")
+"""The names of a module that make its page out of rows."""
+
 ALL = "*"
 OURS = ("gradtrace.experiments", "gradtrace.experiments.harness")
 PACKAGE = Path(gradtrace.__file__).parent.parent
@@ -90,8 +94,7 @@ def _follow(place: CodeLocation, name: str, found: dict[tuple[str, str], str]) -
         at, wanted = waiting.pop()
         if (at.name, wanted) in found:
             continue
-        statements = _parsed(at.file)
-        here = [s for s in statements if wanted == ALL or _defines(s, wanted) or not _defined(s)]
+        here = list(_wanted(_parsed(at.file), wanted))
         found[at.name, wanted] = " ".join(ast.dump(statement) for statement in here)
         for statement in here:
             if isinstance(statement, (ast.Import, ast.ImportFrom)) and wanted == ALL:
@@ -100,9 +103,39 @@ def _follow(place: CodeLocation, name: str, found: dict[tuple[str, str], str]) -
                 waiting += _imported(statement, at, wanted)
             else:
                 waiting += ((at, used) for used in _used(statement))
+                waiting += _attributes(statement, at)
                 for inner in ast.walk(statement):  # imports within functions
                     if isinstance(inner, (ast.Import, ast.ImportFrom)):
                         waiting += _imported(inner, at, None)
+
+
+def _wanted(statements: list[ast.stmt], wanted: str) -> Iterator[ast.stmt]:
+    """The statements that define a name, or all but those that only the page is made by; and those
+    that are there for their side effects.
+    """
+    kept = {wanted}
+    if wanted == ALL:
+        names = {name for s in statements for name in _defined(s)}
+        page = _reached(statements, names.intersection(TELLS))
+        kept = _reached(statements, (names - page) | names.intersection({START, ALL}))
+    for statement in statements:
+        names = set(_defined(statement))
+        if isinstance(statement, ast.ImportFrom) and ALL not in names and names & kept:
+            used = [a for a in statement.names if (a.asname or a.name) in kept]
+            yield ast.ImportFrom(statement.module, used, statement.level)
+        elif not names or names & kept or ALL in names:
+            yield statement
+
+
+def _reached(statements: list[ast.stmt], names: set[str]) -> set[str]:
+    """These names of a module and those of it that they refer to, directly or not."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += (used for s in statements if _defines(s, name) for used in _used(s))
+    return found
 
 
 @cache
@@ -146,6 +179,17 @@ def _used(statement: ast.stmt) -> Iterator[str]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Name):
             yield node.id
+
+
+def _attributes(statement: ast.stmt, at: CodeLocation) -> Iterator[tuple[CodeLocation, str]]:
+    """The names that a statement takes from modules that its module imports whole."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            for imported in _parsed(at.file):
+                if isinstance(imported, (ast.Import, ast.ImportFrom)):
+                    for there, name in _imported(imported, at, node.value.id):
+                        if name == ALL:
+                            yield there, node.attr
 
 
 def _imported(
