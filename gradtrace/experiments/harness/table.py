@@ -13,6 +13,7 @@ EXPERIMENTS = {
     "planted": "gradtrace.experiments.planted",
     "induction": "gradtrace.experiments.induction",
     "treebank-scale": "gradtrace.experiments.treebank_scale",
+    "language-model": "gradtrace.experiments.language_model",
     "shadow-cost": "gradtrace.experiments.shadow_cost",
     "shadow-cost-cpp": "gradtrace.experiments.shadow_cost_cpp",
     "programs": "gradtrace.experiments.programs",
