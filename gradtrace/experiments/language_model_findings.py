@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
 from statistics import fmean, median
@@ -30,6 +31,9 @@ from gradtrace.experiments.language_model_cost import (
 KINDS = {"lstm": "LSTM", "rnn": "RNN", "forward": "feed-forward network"}
 STRAIGHT = 0.99
 """The least R² of a straight line; of fewer than three depths nothing is said."""
+
+
+NEGATIVE_ZERO = re.compile(r"-(0(?:\.0+)?)(?![\d.])")
 
 
 class Model(NamedTuple):
@@ -129,15 +133,14 @@ def _learned(model: Model) -> dict[str, Any]:
 
 
 def influence_changes(trained: Sequence[Model]) -> dict[str, dict[str, Interval]]:
-    """By how much the share of each component changed; intervals hold for all together."""
-    tests = sum(len(model.parts) for model in trained)
+    """By how much the share of each component changed; intervals hold for those of a model."""
     return {
         model.title: {
             part: model.over(
                 lambda r, part=part: (  # type: ignore[misc]
                     r["looks"][-1]["influence"][part][0] - r["looks"][0]["influence"][part][0]
                 ),
-                tests,
+                len(model.parts),
             )
             for part in model.parts
         }
@@ -256,9 +259,10 @@ def _within(apart: Sequence[float]) -> float:
 def _said(found: Sequence[float], form: str = ".2f", scale: float = 1.0) -> str:
     """``0.81 [0.72, 0.90]``; without an interval if that is not finite."""
     value, low, high = (nan if x is None else x * scale for x in found)
-    if not (isfinite(low) and isfinite(high)):
-        return told(value, form)
-    return f"{told(value, form)} [{low:{form}}, {high:{form}}]"
+    text = told(value, form)
+    if isfinite(low) and isfinite(high):
+        text += f" [{low:{form}}, {high:{form}}]"
+    return NEGATIVE_ZERO.sub(r"\1", text)
 
 
 def _percent(found: Sequence[float]) -> str:
@@ -315,8 +319,8 @@ def _on_learning(facts: Mapping[str, Any]) -> str:
         )
     source = next(iter(facts["learned"].values()))["source"]
     return (
-        f"After training ({facts['seeds']} seeds; the least possible loss is {told(source, '.2f')} "
-        f"nats a word) {'; '.join(said)}."
+        f"After training (up to {facts['seeds']} seeds; the least possible loss is "
+        f"{told(source, '.2f')} nats a word) {'; '.join(said)}."
     )
 
 
@@ -443,17 +447,24 @@ def _influence(trained: Sequence[Model], changes: Mapping[str, Mapping[str, Inte
                     _percent(model.at(-1, share)),
                     _said(changes[model.title][part], "+.1f", 100),
                     "yes" if _sure(changes[model.title][part]) else "no",
-                    *(_percent(model.at(k, lambda look: share(look, 2))) for k in (0, -1)),
+                    *(
+                        _percent(model.at(k, lambda look, place=place: share(look, place)))  # type: ignore[misc]
+                        for place in (1, 2)
+                        for k in (0, -1)
+                    ),
                 )
             )
-    columns = ("model", "component", "share at step 0", "share trained", "change, points", "sure")
-    note = (
-        "Of elements of the layers' weights that could: how many have their path through the "
-        "component; weighted by |gradient| in the last columns. Intervals of changes hold for all "
-        "rows together."
+    columns = (
+        *("model", "component", "share at step 0", "share trained", "change, points", "sure"),
+        *("weighted, step 0", "weighted, trained", "of own weights, step 0", "and trained"),
     )
-    weighted = ("weighted, step 0", "weighted, trained")
-    return Table("Influence before and after training", columns + weighted, tuple(rows), note)
+    note = (
+        "Of the elements of the embeddings of words that were read: how many have their path "
+        "through the component; then weighted by |gradient|; then of the layers' weights, of which "
+        "each gate owns a quarter. Intervals of changes hold for all components "
+        "of a model together."
+    )
+    return Table("Influence before and after training", columns, tuple(rows), note)
 
 
 def _paths(trained: Sequence[Model]) -> Table:
@@ -587,7 +598,7 @@ def _over_training(model: Model) -> Plot:
         )
         for part in model.parts
     ]
-    title = f"Influence over training: {model.title}"
+    title = f"Influence on embeddings over training: {model.title}"
     return Plot("influence", title, "updates", "share of paths", tuple(series))
 
 
