@@ -24,8 +24,8 @@ whose nearest noun has the wrong number, at which verbs of the right number get 
 than those of the other. At eleven moments one held-out batch (20 × 35 words, always the same) is
 traced by the rule greedy: the share of paths from the embeddings of the words read (all elements)
 through each gate, the recurrent product and the memory (c times the forget gate); the same of
-10,000 elements of the layers' weights, and through each time step; and paths of 300 elements of
-each layer's input weight: operators on them, and time steps from first to last. Before and after
+10,000 elements of the layers' weights, and through each time step; and paths of 300 elements of the
+first layer's input weight: operators on them, and time steps from first to last. Before and after
 training these are counted again with 5 to 80 steps of time, beside the size of the graph. Cost, of
 LSTMs, in turns, nothing beside it: a training step (fused kernels), the watched forward pass,
 recording, influence of all elements and of a sample; and training under ``gt.Monitor`` with a trace
@@ -209,7 +209,7 @@ def _look(model: LanguageModel, held: Streams, cell: Cell) -> Result:
         "right": _short(known.right),
         "verbs": known.verbs,
         "traced": _short(loss.item()),
-        "lengths": [_lengths(trace, model, n, cell["paths"]) for n in range(cell["layers"])],
+        "path": _lengths(trace, model, cell["paths"]),
     }
     parts = groups(model)
     if not parts:
@@ -237,15 +237,15 @@ def _graphs(model: LanguageModel, held: Streams, cell: Cell) -> list[Result]:
                 "vertices": graph.scalar_vertices,
                 "edges": graph.scalar_edges,
             }
-            | _lengths(watch.trace(loss), model, 0, cell["paths"])
+            | _lengths(watch.trace(loss), model, cell["paths"])
         )
     return found
 
 
-def _lengths(trace: Any, model: LanguageModel, layer: int, sample: int) -> Result:
-    """The paths from random elements of a layer's input weight."""
-    names = [name for name, _ in model.named_parameters() if name.startswith(f"layers.{layer}.")]
-    paths = list(trace.paths(names[0], sample=sample))
+def _lengths(trace: Any, model: LanguageModel, sample: int) -> Result:
+    """The paths from random elements of the first layer's input weight."""
+    name = next(name for name, _ in model.named_parameters() if name.startswith("layers.0."))
+    paths = list(trace.paths(name, sample=sample))
     lengths = [len(path.operators) for path in paths]
     if not paths:
         return {"paths": 0, "length": nan, "longest": 0, "reach": nan, "coverage": nan}

@@ -176,7 +176,7 @@ def _length_facts(model: Model) -> dict[str, Any]:
     """Paths from the first layer's input weight, at the first moment and the last."""
 
     def both(key: str) -> list[list[float]]:
-        return [list(model.at(k, lambda look: look["lengths"][0][key])) for k in (0, -1)]
+        return [list(model.at(k, lambda look: look["path"][key])) for k in (0, -1)]
 
     found = {key: both(key) for key in ("length", "reach", "coverage")}
     graph = model.results[0]["graphs"]["end"][-1]
@@ -187,8 +187,7 @@ def _length_facts(model: Model) -> dict[str, Any]:
 
 
 def _longest(model: Model, place: int) -> int:
-    looks = (result["looks"][place] for result in model.results)
-    return max(int(each["longest"]) for look in looks for each in look["lengths"])
+    return max(int(result["looks"][place]["path"]["longest"]) for result in model.results)
 
 
 def _by_layers(trained: Sequence[Model], kind: str) -> dict[str, Any]:
@@ -202,7 +201,7 @@ def _by_layers(trained: Sequence[Model], kind: str) -> dict[str, Any]:
         fits = [
             linear_fit(
                 [model.layers for model in some],
-                [model.results[s]["looks"][place]["lengths"][0]["length"] for model in some],
+                [model.results[s]["looks"][place]["path"]["length"] for model in some],
             )
             for s in range(seeds)
         ]
@@ -644,7 +643,7 @@ def _layers(trained: Sequence[Model]) -> Plot:
         some = [model for model in trained if model.kind == kind]
         label = KINDS[kind]
         for word, place in (("", -1), (", untrained", 0)):
-            found = [m.at(place, lambda look: look["lengths"][0]["length"]) for m in some]
+            found = [m.at(place, lambda look: look["path"]["length"]) for m in some]
             style = {"style": "dashed", "like": label} if word else {}
             series.append(_series(label + word, [m.layers for m in some], found, **style))
     title = "Operators on a path from the first layer's weights"
