@@ -42,9 +42,13 @@ but number and topic. Models learn for 2.3 epochs, at one learning rate that was
 layer's weights a quarter belongs to each gate and passes it in any case, so influence on them is
 listed, but conclusions are drawn from paths to the embeddings, which may take any gate. One batch
 is traced at each moment. A path carries a small part of its element's gradient, so shares speak of
-paths, not of all gradient. Three to five seeds make wide intervals. The number of updates was
-chosen after pilots with 128 and 250 units, of which loss and agreement were looked at; of the quick
-form, with 16 units, influence had been seen, too.
+paths, not of all gradient. Three to five seeds make wide intervals. The design changed before the
+full run, after smaller ones: updates went from 2,000 to 3,000 after pilots with 128 and 250 units,
+of which loss and agreement were looked at (at 250 units and 10,000 words the pilot was stopped at
+update 600, before agreement was learned). After the influence of the quick form (16 units, two
+seeds) had been seen, conclusions were moved from paths to the layers' weights to those to the
+embeddings, the correction from all components of all models to those of each model, and seeds from
+three to five.
 """
 
 from __future__ import annotations
