@@ -175,9 +175,9 @@ def triggered(model: nn.Module, loss_of: Loss, steps: int = 200) -> float:
         assert looks is not None
         for step in range(steps + 1):
             loss = loss_of(model)
-            looks._keeper.take()
+            looks.keeper.take()
             begun = process_time()
-            looks._keeper.leave(looks._keeper.enter(model, (), {}), None)
+            looks.keeper.leave(looks.keeper.enter(model, (), {}), None)
             if not step:  # which is traced, and not counted
                 monitor.step(loss)
                 monitor._schedule.due = 1 << 40

@@ -40,6 +40,9 @@ SIGNATURES = {
 }
 """The arguments of the library's functions: pointers (p), int64 (n), int (i) and int32 (w)."""
 
+ADDED = {"first_nonfinite": "np"}
+"""The same of functions that were added since: a library without them is used, too."""
+
 _log = logging.getLogger("gradtrace")
 
 
@@ -75,6 +78,9 @@ def library() -> ctypes.CDLL | None:
 def _declare(found: ctypes.CDLL) -> None:
     for name, codes in SIGNATURES.items():
         getattr(found, f"gradtrace_{name}").argtypes = [CTYPES[code] for code in codes]
+    for name, codes in ADDED.items():
+        if (function := getattr(found, f"gradtrace_{name}", None)) is not None:
+            function.argtypes = [CTYPES[code] for code in codes]
     found.gradtrace_isa.restype = found.gradtrace_current_isa.restype = ctypes.c_char_p
 
 

@@ -25,6 +25,9 @@ from torch.nn.modules import module as _module
 
 Forward: TypeAlias = Callable[..., Any]
 
+is_compiling = torch.compiler.is_compiling
+_CALL = nn.Module.__call__
+
 
 class Listener:
     """Callbacks for the calls of modules; see ``listen``.
@@ -51,6 +54,7 @@ class Listener:
 _LOCK = threading.RLock()
 _LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, or of its table of hooks
 _OUTERMOST: set[int] = set()  # the keys of _LISTENERS where all listeners are ``outermost``
+_ONLY: dict[int, Listener] = {}  # the one listener of a module, if it is ``outermost``
 _ALL: tuple[_Registration, ...] = ()  # those for every module
 _PATCHES: dict[type, Patch] = {}
 _MISSING = object()
@@ -138,10 +142,13 @@ class _Registration:
 
 def _set_listeners(key: int, listeners: tuple[Listener, ...]) -> None:
     _OUTERMOST.discard(key)
+    _ONLY.pop(key, None)
     if listeners:
         _LISTENERS[key] = listeners
         if all(each.outermost for each in listeners):
             _OUTERMOST.add(key)
+            if len(listeners) == 1:
+                _ONLY[key] = listeners[0]
     else:
         _LISTENERS.pop(key, None)
 
@@ -258,7 +265,9 @@ class Patch:
         self.users += 1
         if self.users > 1:
             return
-        self._set("__call__", self._stage("__call__", CALL))
+        plainly = _plain_call(self.kind)
+        staged = self._stage("__call__", CALL)
+        self._set("__call__", staged if plainly is None else self._quick(plainly, staged))
         self._set("_call_impl", self._stage("_call_impl", IMPLEMENTATION))
         if self.kind is nn.Module:
             self._set("__init__", _patch_when_instantiated(vars(self.kind)["__init__"]))
@@ -281,6 +290,38 @@ class Patch:
             if type(self) is not kind or _needs_nothing(self):
                 return run(*args, **kwargs)
             return _run(stage, self, run, args, kwargs)
+
+        return observed_call
+
+    def _quick(self, forward: FunctionType, staged: Forward) -> Forward:
+        """The observing ``__call__`` of a class whose calls run its own ``forward`` and nothing
+        else, for instances with one listener that need not be told of every stage: it takes the
+        place of ``__call__`` and ``_call_impl``. ``staged`` is for all others.
+        """
+        kind, name = self.kind, "forward"
+
+        @functools.wraps(staged)
+        def observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return staged(self, *args, **kwargs)
+            listener = _ONLY.get(id(self))
+            if (
+                listener is None
+                or _ALL
+                or type(self) is not kind
+                or type(kind.__dict__.get(name)) is not _ObservedCall  # another took its place
+                or nn.Module.__call__ is not _CALL  # as torch.fx does while it traces
+                or torch._C._get_tracing_state()
+                or self._compiled_call_impl is not None
+                or not _only_forward(self)
+            ):
+                return staged(self, *args, **kwargs)
+            entered, result = listener.enter(self, args, kwargs), None
+            try:
+                result = forward(self, *args, **kwargs)
+                return result
+            finally:
+                listener.leave(entered, result)
 
         return observed_call
 
@@ -319,6 +360,16 @@ def _plain_forward(kind: type) -> FunctionType | None:
     written = (_as_written(each, "forward") for each in above)
     found = next((each for each in written if each is not _MISSING), None)
     return found if isinstance(found, FunctionType) else None
+
+
+def _plain_call(kind: type) -> FunctionType | None:
+    """The ``forward`` of a class, if it is a function of its own and ``__call__`` is torch's."""
+    own = _as_written(kind, "forward")
+    if kind is nn.Module or type(own) is not FunctionType or _plain_forward(kind) is not own:
+        return None
+    above = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    plain = all(_as_written(each, "__call__") is _MISSING for each in above)
+    return own if plain else None
 
 
 def _only_forward(module: nn.Module) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +17,7 @@ from gradtrace.pytorch.wrapped_modules import join, named_modules
 from gradtrace.training.tuning import LOOK_STEPS, MAX_KEPT_CALLS
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
+is_grad_enabled = torch.is_grad_enabled
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
@@ -32,8 +32,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-@dataclass(eq=False, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """What a forward pass began with. Arguments and outputs are references, not copies."""
 
     random: RandomState | None  # None: passes draw no random numbers
@@ -42,16 +41,16 @@ class Kept:
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
     outputs: list[Any]
 
-    @property
-    def size(self) -> int:
-        """The first dimension of the first argument that is a tensor; 0 if there is none."""
-        if not self.calls:
-            return 0
-        args, kwargs = self.calls[0]
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(value, Tensor) and value.ndim:
-                return value.shape[0]
+
+def batch_size(kept: Kept) -> int:
+    """The first dimension of the first argument that is a tensor; 0 if there is none."""
+    if not kept.calls:
         return 0
+    args, kwargs = kept.calls[0]
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor) and value.ndim:
+            return value.size(0)
+    return 0
 
 
 class _Reruns(threading.local):
@@ -76,6 +75,19 @@ def rerunning() -> Iterator[None]:
         _RERUNS.running = before
 
 
+class Watcher(Listener):
+    """Listens to calls while ``wanted``; passes without a graph make it ``idle``."""
+
+    outermost = True
+    wanted = idle = False
+
+
+PLAIN: dict[str, Any] = {}
+"""No autocast, no buffers."""
+
+new_tuple = tuple.__new__
+
+
 class ForwardKeeper(Listener):
     """Keeps the random state, the autocast and the buffers at the beginning of a forward pass of a
     model whose calls it listens to, and the arguments of the model's calls, until ``take``.
@@ -84,18 +96,22 @@ class ForwardKeeper(Listener):
     seen to draw: most change few and many draw none. Looked at are the 1st, 2nd, 4th, ... pass, and
     then every 64th: of these all is copied, and compared with what is there after it, since not
     every operation that writes says so (those of batch norms do not).
+
+    What else listens to the model's calls (``watched``) is told by this: one listener costs less
+    than two.
     """
 
     outermost = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, watched: Watcher | None = None) -> None:
+        self.model, self._watched = model, watched
         self._devices = cuda_devices(model)
         self._kept: Kept | None = None
         self._depth = 0
         self._homes: dict[str, Home] = {}  # of the buffers that passes change
         self._passes, self._look_at = 0, 1
         self._draws = False
+        self._keeps = True  # whether the next pass needs more than its arguments
 
     def begin(self) -> None:
         """A step begins, if the model has not been called yet."""
@@ -103,6 +119,8 @@ class ForwardKeeper(Listener):
             self._kept = self._now()
 
     def _now(self) -> Kept:
+        if not self._keeps and not any_autocast():
+            return new_tuple(Kept, (None, PLAIN, PLAIN, [], []))  # without a call of Python's
         autocast = {}
         if any_autocast():
             for kind in AUTOCAST_DEVICES if self._devices else AUTOCAST_DEVICES[:1]:
@@ -114,10 +132,17 @@ class ForwardKeeper(Listener):
         random = RandomState.now(self._devices) if looks or self._draws else None
         return Kept(random, autocast, buffers, [], [])
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """The model is called."""
-        if not torch.is_grad_enabled() or _RERUNS.running or backward_runs():
-            return False
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> int:
+        """The model is called. The sum of 1 if this is kept and 2 if it is watched."""
+        watched, entered = self._watched, 0
+        if not is_grad_enabled():
+            if watched is not None:
+                watched.idle = True
+            return 0
+        if watched is not None and watched.wanted and watched.enter(module, args, kwargs):
+            entered = 2
+        if _RERUNS.running or backward_runs():
+            return entered
         if not self._depth:
             kept = self._kept
             if kept is None:
@@ -125,23 +150,26 @@ class ForwardKeeper(Listener):
             if len(kept.calls) < MAX_KEPT_CALLS:
                 kept.calls.append((args, kwargs))
         self._depth += 1
-        return True
+        return entered + 1
 
-    def leave(self, entered: bool, result: Any) -> None:
+    def leave(self, entered: int, result: Any) -> None:
         """The call has ended."""
-        if entered and self._depth:
+        if entered & 1 and self._depth:
             self._depth -= 1
             if not self._depth and self._kept is not None:
                 self._kept.outputs.append(result)
+        if entered > 1 and self._watched is not None:
+            self._watched.leave(True, result)
 
     def take(self) -> Kept | None:
         """What was kept since the last call; None if the model was not called."""
         found = self._kept
         if found is not None:
             self._kept, self._depth = None, 0
-            self._passes += 1
-            if self._passes == self._look_at:
+            passes = self._passes = self._passes + 1
+            if passes == self._look_at:
                 self._look(found)
+            self._keeps = self._draws or bool(self._homes) or passes + 1 == self._look_at
         return found
 
     def _look(self, found: Kept) -> None:

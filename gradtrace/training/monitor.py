@@ -182,11 +182,12 @@ class Monitor:
         model = self.model
         self._schedule.base = self._gathering.base if self._gathering else start
         self._views = ViewCache(self._gathering.writer.path if self._gathering else None, view)
-        self._unlisten = weakref.finalize(self, listen(self._sampled, [model]))
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
         self._times = StepTimes(self._gathering.writer.times if self._gathering else None)
         note = self._gathering.writer.incident if self._gathering else None
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
+        told = self._sampled if self._triggers is None else self._triggers.keeper
+        self._unlisten = weakref.finalize(self, listen(told, [model]))
         self._here = self._open = True
         self._decide_next()
         _OPEN.add(self)
@@ -242,19 +243,21 @@ class Monitor:
             The record of a traced step, else None; each of several processes gets that of its own
             part of the batch.
         """
-        now, schedule = self._budget.clock(), self._schedule
-        if not self._usable():
+        now, schedule, took = self._budget.clock(), self._schedule, None
+        if not (self._open and self._here) and not self._usable():
             return None
-        begins = schedule.micro == 0 and schedule.at != schedule.last
-        took = self._tick(now) if begins else None
-        schedule.last = schedule.at
+        if schedule.micro == 0 and schedule.at != schedule.last:
+            took = self._tick(now)
+            schedule.last = schedule.at
         record = self._traced(loss, scale, terms, now, took) if self._sampled.wanted else None
         if self._triggers is not None:
             at = schedule.number, schedule.micro
             if took_long := self._triggers.look(loss, scale, at, rerun, batch):
                 self._budget.spend(took_long)
-        schedule.advance()
-        self._decide_next()
+        if schedule.advance() or self._exchange.world > 1:
+            self._decide_next()
+        else:
+            self._sampled.wanted = False
         return record
 
     @property

@@ -11,22 +11,19 @@ from torch import nn
 
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.kernels import backend_of
-from gradtrace.pytorch.module_calls import Listener
 from gradtrace.pytorch.wrapped_modules import unwrapped
-from gradtrace.training.forward_keeper import rerun_is_running
+from gradtrace.training.forward_keeper import Watcher, rerun_is_running
 from gradtrace.training.tuning import MAX_NOTED_CALLS
 from gradtrace.watch import watch
 
 
-class SampledWatch(Listener):
+class SampledWatch(Watcher):
     """Watches forward passes of a model whose calls it listens to.
 
     While ``wanted``, a forward pass that builds a graph is watched from its start to its end.
     ``open`` watches from the call on, until ``take``. ``idle`` is set by passes without a graph,
     such as those of an evaluation. While ``diagnose``, operations are recorded with their lines.
     """
-
-    outermost = True
 
     def __init__(
         self,

@@ -76,12 +76,13 @@ class Schedule:
         self.at, self.micro = at, int(at == self.last)
         return True
 
-    def advance(self) -> None:
-        """Advance to the next backward pass."""
+    def advance(self) -> bool:
+        """Advance to the next backward pass; False if that is surely not to be traced."""
         self.micro += 1
         if self.micro >= self.accumulate:
             self.micro = 0
             self.at += 1
+        return not self.micro and self.at >= self.due - self._lead
 
     def decide(self) -> bool:
         """Whether the current backward pass is to be traced."""

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from math import inf, isfinite, isinf, nan
+from math import inf, isfinite, isinf
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -19,13 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradtrace.diagnosis.forward_record import extent_of
 from gradtrace.errors import GradtraceError, caution, not_one_of
-from gradtrace.pytorch.module_calls import listen
+from gradtrace.kernels.finite_gradients import FiniteGradients
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.random_state import RandomState, cuda_devices
 from gradtrace.pytorch.wrapped_modules import named_modules, named_parameters
 from gradtrace.runs.history import StepIncident
 from gradtrace.training import tuning
-from gradtrace.training.forward_keeper import Call, ForwardKeeper, Kept, named_buffers
+from gradtrace.training.forward_keeper import Call, ForwardKeeper, Kept, batch_size, named_buffers
 from gradtrace.training.incident import Incident
 from gradtrace.training.rerun import Beginning, LossOf, Rerun, outputs_in, seeds_of, stand_in
 from gradtrace.training.sampled_watch import SampledWatch
@@ -139,22 +139,21 @@ class Triggers:
         self._note = note  # writes to the run's file, on the process that has it
         self._seconds = 0.0  # that incidents took since the last ``look``
         self.files: list[Path] = []
-        self._keeper = ForwardKeeper(model)
+        self.keeper = ForwardKeeper(model, watched)  # is told of the model's calls
         self._rule = SpikeRule(settings.spike)
         self._gradients = SmallGradients(model)
+        self._finite = self._gradients.check.finite
         self._nonfinite, self._spike = NONFINITE in settings.wanted, SPIKE in settings.wanted
         self._pending: tuple[Any, ...] | None = None  # a Pass whose gradient is not checked yet
         self._counts = dict.fromkeys(TRIGGERS, 0)
         self._lasting = ""  # the trigger of the pass before: what lasts is told once
         self._gradient_lasting = False
         self._own: weakref.ref[Optimizer] | None = None  # the last that moves the model
-        self._stop = [listen(self._keeper, [model])]
-        if self._nonfinite:
-            self._stop.append(_before_optimisers(self))
+        self._stop = [_before_optimisers(self)] if self._nonfinite else []
 
     def begin(self) -> None:
         """A step begins."""
-        self._keeper.begin()
+        self.keeper.begin()
 
     def close(self) -> None:
         """Stop listening."""
@@ -168,8 +167,8 @@ class Triggers:
         """Look at the loss of a backward pass: that of ``at`` = (step, number in the step). Returns
         the seconds that incidents have taken since the last call.
         """
-        kept, pending = self._keeper.take(), self._pending
-        if pending is not None:
+        kept = self.keeper.take()
+        if self._pending is not None:
             if at[1]:  # of the same step as the pass before, so no optimiser has moved
                 self._check_gradients()
             self._pending = None
@@ -178,25 +177,30 @@ class Triggers:
             if type(scale) is not float and hasattr(scale, "get_scale"):
                 by, scaled = float(scale.get_scale()), getattr(scale, "dynamic", True)
             value = loss_value(loss) / by
-            trigger, evidence = self._fired(value, kept)
-            if trigger:
+            finite = isfinite(value)
+            said = self._rule.exceeded(value, batch_size(kept)) if self._spike and finite else ""
+            fired = ""
+            if said or not finite or self._lasting:
+                fired, said = self._new(value, said)
+            if fired:
                 one = Pass(*at, value, by, kept, rerun, batch)
-                self._handle(trigger, "loss", evidence, one, loss)
-            elif self._nonfinite and isfinite(value) and (by == 1 or not scaled):
+                self._handle(fired, "loss", said, one, loss)
+            elif self._nonfinite and finite and (by == 1 or not scaled):
                 self._pending = *at, value, by, kept, rerun, batch  # a scaler looks itself
             kept.outputs.clear()
+        if not self._seconds:
+            return 0.0
         took, self._seconds = self._seconds, 0.0
         return took
 
-    def _fired(self, loss: float, kept: Kept) -> tuple[str, str]:
-        """The trigger that a loss fires, and why; empty if none."""
-        found, said = "", ""
+    def _new(self, loss: float, said: str) -> tuple[str, str]:
+        """The trigger that a loss fires, and why; empty if none, or if it did at the pass before.
+        ``said`` is what there is to say of a spike.
+        """
+        found = SPIKE if said else ""
         if not isfinite(loss):
             found, said = NONFINITE, f"the loss is {loss}"
             self._gradient_lasting = True  # that of this step will be: it is told once
-        elif self._spike:
-            said = self._rule.exceeded(loss, kept.size)
-            found = SPIKE if said else ""
         before, self._lasting = self._lasting, found
         new = found != before and found in self.settings.wanted
         return (found, said) if new else ("", "")
@@ -205,16 +209,22 @@ class Triggers:
 
     def before_optimiser(self, optimizer: Optimizer) -> None:
         """An optimiser is about to step."""
-        if self._pending is None or "found_inf" in vars(optimizer):
+        if self._pending is None or "found_inf" in optimizer.__dict__:
             return
-        if self._own is None or self._own() is not optimizer:
-            mine = {id(each) for each in self.model.parameters()}
-            groups = optimizer.param_groups
-            if not any(id(each) in mine for group in groups for each in group["params"]):
-                return
-            self._own = weakref.ref(optimizer)
-        self._check_gradients()
+        own = self._own
+        if (own is None or own() is not optimizer) and not self._moves_the_model(optimizer):
+            return
+        if self._gradient_lasting or not self._finite():
+            self._check_gradients()
         self._pending = None
+
+    def _moves_the_model(self, optimizer: Optimizer) -> bool:
+        mine = {id(each) for each in self.model.parameters()}
+        groups = optimizer.param_groups
+        if not any(id(each) in mine for group in groups for each in group["params"]):
+            return False
+        self._own = weakref.ref(optimizer)
+        return True
 
     def _check_gradients(self) -> None:
         """Whether the gradient of the last pass is finite, as far as small parameters tell."""
@@ -340,27 +350,16 @@ class SmallGradients:
         count = max(1, elements // by_size, len(every) // by_count)
         small = [(name, each) for name, each in small if each.device == small[0][1].device]
         self._small = small[:: max(1, -(-len(small) // count))]
-        self._parameters = [each for _, each in self._small]
+        self.check = FiniteGradients([each for _, each in self._small])
 
     def bad(self) -> str:
         """The name of the first whose gradient is not finite; empty if none is."""
-        grads = [grad for each in self._parameters if (grad := each.grad) is not None]
-        if not grads or isfinite(_total(grads)):
+        if self.check.finite():
             return ""
         for name, each in self._small:  # the sum of finite numbers may be infinite
             if each.grad is not None and not bool(_values(each.grad).isfinite().all()):
                 return name
         return ""
-
-
-def _total(grads: list[Tensor]) -> float:
-    """A number that is finite only if all numbers are; NaN if that is not known."""
-    if len(grads) == 1:
-        return float(grads[0].sum())
-    try:
-        return float(torch.stack(torch._foreach_norm(grads)).sum())
-    except (RuntimeError, NotImplementedError):  # of sparse gradients
-        return nan
 
 
 def _values(grad: Tensor) -> Tensor:
@@ -373,7 +372,7 @@ def _before_optimisers(triggers: Triggers) -> Callable[[], None]:
 
     def hook(optimizer: Optimizer, *_: Any) -> None:
         found = known()
-        if found is not None:
+        if found is not None and found._pending is not None:
             found.before_optimiser(optimizer)
 
     return register_optimizer_step_pre_hook(hook).remove

@@ -975,10 +975,38 @@ void normalise(int64_t lines, int64_t n, int rank, const Lines<T>* from, const L
   });
 }
 
+// Whether any of n numbers, given as bits, has the exponent of infinity and NaN.
+template <typename B>
+bool any_nonfinite(const void* data, int64_t n, B exponent) {
+  const B* bits = static_cast<const B*>(data);
+  B found = 0;
+  for (int64_t i = 0; i < n; i++) found |= B((bits[i] & exponent) == exponent);
+  return found != 0;
+}
+
 }  // namespace
 }  // namespace gradtrace
 
 using gradtrace::guarded;
+
+// The place of the first of these tensors that holds a number which is not finite, or -1: data, size
+// and kind (0: float, 1: double, 2: bfloat16, 3: half) of each.
+GRADTRACE_API int gradtrace_first_nonfinite(int64_t tensors, const int64_t* items) {
+  for (int64_t k = 0; k < tensors; k++) {
+    const void* data = reinterpret_cast<const void*>(items[3 * k]);
+    const int64_t n = items[3 * k + 1];
+    bool bad = false;
+    if (!data || n < 0) return static_cast<int>(k);
+    switch (items[3 * k + 2]) {
+      case 0: bad = gradtrace::any_nonfinite<uint32_t>(data, n, 0x7f800000); break;
+      case 1: bad = gradtrace::any_nonfinite<uint64_t>(data, n, 0x7ff0000000000000); break;
+      case 2: bad = gradtrace::any_nonfinite<uint16_t>(data, n, 0x7f80); break;
+      default: bad = gradtrace::any_nonfinite<uint16_t>(data, n, 0x7c00); break;
+    }
+    if (bad) return static_cast<int>(k);
+  }
+  return -1;
+}
 
 GRADTRACE_API int gradtrace_merge(int wide, int64_t n, void* size, int32_t* ids,
                                   const void* value, const int32_t* other, int32_t constant,
