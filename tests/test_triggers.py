@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import gradtrace as gt
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
+from gradtrace.kernels.finite_gradients import FiniteGradients
 from gradtrace.pytorch.random_state import RandomState
 from gradtrace.runs import history
 from gradtrace.training import tuning
@@ -541,3 +543,93 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 def test_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(GradtraceError):
         gt.Monitor(nn.Linear(1, 1), **options)
+
+
+# What is done in each step -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_gradient_is_finite_or_not_whichever_way_it_is_looked_at(
+    dtype: torch.dtype, compiled: bool
+) -> None:
+    parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size in (3, 17, 40)]
+    check = FiniteGradients(parameters)
+    if not compiled:
+        check._compiled = None
+    assert check.finite(), "without gradients"
+    for each in parameters:
+        each.grad = torch.randn(each.shape, dtype=dtype)
+    assert check.finite()
+    for at, each in enumerate(parameters):
+        for number in (math.nan, math.inf, -math.inf):
+            grad = each.grad
+            assert grad is not None
+            before, grad[2 * at] = grad[2 * at].clone(), number
+            assert not check.finite()
+            grad[2 * at] = before
+    parameters[1].grad = torch.ones((), dtype=dtype).expand(17)  # one number in memory
+    parameters[2].grad = torch.ones(40, dtype=dtype).to_sparse()
+    assert not check.finite(), "what cannot be told is looked at one by one"
+    parameters[2].grad = None
+    assert check.finite()
+
+
+def test_no_operation_of_torch_and_one_number_are_read_in_a_step_without_incident() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options: dict[str, Any] = {"trigger": ("spike", "nonfinite"), "view": False}
+    names: dict[bool, Counter[str]] = {}
+
+    def step(told: bool) -> None:
+        loss = model(torch.ones(2, 3)).square().mean()
+        if told:
+            monitor.step(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with gt.Monitor(model, every=10**6, **options) as monitor:
+        for _ in range(5):
+            step(told=True)
+        for told in (False, True):
+            with torch.profiler.profile() as seen:
+                step(told)
+            names[told] = Counter(event.name for event in seen.events() or ())
+    more = names[True] - names[False]
+    assert more == {"aten::item": 1, "aten::_local_scalar_dense": 1}
+
+
+def test_a_call_of_the_model_is_seen_in_whatever_way_it_runs() -> None:
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)  # type: ignore[no-any-return]
+
+    model, seen = Model(nn.Linear(2, 2)), list[int]()
+    with gt.Monitor(model, every=10**6, trigger="spike", view=False) as monitor:
+        assert monitor._triggers is not None
+        keeper = monitor._triggers.keeper
+
+        def calls() -> int:
+            kept = keeper.take()
+            return 0 if kept is None else len(kept.calls)
+
+        x = torch.ones(1, 2)
+        model(x), model.forward(x), model.__call__(x)
+        assert calls() == 3
+        handle = model.register_forward_hook(lambda *_: seen.append(1))
+        assert model(x) is not None and seen == [1] and calls() == 1
+        handle.remove()
+        other = lambda x: seen.append(2) or x  # noqa: E731
+        model.forward = other  # type: ignore[method-assign]
+        assert model(x) is x and seen == [1, 2] and calls() == 1
+        del model.forward
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 3))
+        assert calls() == 1
+        with torch.no_grad():
+            model(x)
+        assert calls() == 0
+        assert torch.fx.symbolic_trace(model)(x).shape == x.shape
+        Model.forward = lambda self, x: x * 0  # type: ignore[method-assign]
+        assert not model(x).any()

@@ -26,6 +26,7 @@ class _PassState(threading.local):
     """The pass of gradtrace that runs on this thread."""
 
     passes = 0  # nested ones
+    reruns = False  # whether a forward pass is one that is run again
     number = -1
     recomputation: uuid.UUID | None = None
     reached: Callable[[], Collection[Node]] = tuple  # the nodes that the pass visits
@@ -40,6 +41,29 @@ def backward_runs() -> bool:
     If so, a call of a module is the recomputation of a checkpoint.
     """
     return _PASS.passes > 0 or _TASK() != -1
+
+
+def rerun_is_running() -> bool:
+    """Whether forward passes of this thread are those of ``rerunning``."""
+    return _PASS.reruns
+
+
+@contextlib.contextmanager
+def rerunning() -> Iterator[None]:
+    """Within, Monitors take no notice of forward passes."""
+    before, _PASS.reruns = _PASS.reruns, True
+    try:
+        yield
+    finally:
+        _PASS.reruns = before
+
+
+def of_training() -> bool:
+    """Whether a forward pass on this thread is one of the user's: neither does ``backward_runs``
+    hold nor ``rerun_is_running``. Asked in every step.
+    """
+    state = _PASS
+    return not state.passes and not state.reruns and _TASK() == -1
 
 
 def pass_runs() -> bool:

@@ -38,29 +38,32 @@ class FiniteGradients:
         self._compiled = getattr(library, "gradtrace_first_nonfinite", None)
         if any(each.dtype not in KINDS for each in parameters):
             self._compiled = None
-        self._known = [(each, each.dtype, each.numel()) for each in parameters]
-        self._items = (ctypes.c_int64 * (3 * len(self._known)))()
-        self._address = ctypes.addressof(self._items)
+        self._known = [(3 * n, p, p.dtype, p.numel()) for n, p in enumerate(parameters)]
+        facts = [each for p in parameters for each in (0, p.numel(), KINDS.get(p.dtype, 0))]
+        self._items = (ctypes.c_int64 * len(facts))(*facts)  # addresses, sizes and kinds
+        self._address = ctypes.c_void_p(ctypes.addressof(self._items))
+        self._count = ctypes.c_int64(len(parameters))
 
     def finite(self) -> bool:
         """Whether all are, as far as this can tell: the sum of large numbers may be infinite."""
-        compiled, items, end = self._compiled, self._items, 0
+        compiled = self._compiled
         if compiled is None:
             return self._by_sums()
         try:
-            for parameter, dtype, size in self._known:
+            for at, parameter, dtype, size in self._known:
                 grad = parameter.grad
-                if grad is None:
-                    continue
-                place = grad.data_ptr()
-                plain = type(grad) is Tensor and grad.dtype is dtype and grad.is_contiguous()
-                if not plain or not place or grad.numel() != size or not grad.is_cpu:
+                if (
+                    type(grad) is not Tensor
+                    or grad.dtype is not dtype
+                    or not grad.is_contiguous()
+                    or grad.numel() != size
+                    or not grad.is_cpu
+                ):
                     return self._by_sums()
-                items[end], items[end + 1], items[end + 2] = place, size, KINDS[dtype]
-                end += 3
+                self._items[at] = grad.data_ptr()
         except RuntimeError:  # of sparse gradients, which have no address
             return self._by_sums()
-        return bool(compiled(end // 3, self._address) < 0)
+        return bool(compiled(self._count, self._address) < 0)
 
     def _by_sums(self) -> bool:
         grads = [grad for each in self._parameters if (grad := each.grad) is not None]

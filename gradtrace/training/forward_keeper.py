@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from gradtrace.autodiff.pass_scope import backward_runs
+from gradtrace.autodiff.pass_scope import of_training
 from gradtrace.pytorch.module_calls import Listener
 from gradtrace.pytorch.random_state import RandomState, cuda_devices
 from gradtrace.pytorch.wrapped_modules import join, named_modules
@@ -51,28 +49,6 @@ def batch_size(kept: Kept) -> int:
         if isinstance(value, Tensor) and value.ndim:
             return value.size(0)
     return 0
-
-
-class _Reruns(threading.local):
-    running = False
-
-
-_RERUNS = _Reruns()
-
-
-def rerun_is_running() -> bool:
-    """Whether forward passes of this thread are those of ``rerunning``."""
-    return _RERUNS.running
-
-
-@contextmanager
-def rerunning() -> Iterator[None]:
-    """Within, Monitors take no notice of forward passes."""
-    before, _RERUNS.running = _RERUNS.running, True
-    try:
-        yield
-    finally:
-        _RERUNS.running = before
 
 
 class Watcher(Listener):
@@ -119,8 +95,6 @@ class ForwardKeeper(Listener):
             self._kept = self._now()
 
     def _now(self) -> Kept:
-        if not self._keeps and not any_autocast():
-            return new_tuple(Kept, (None, PLAIN, PLAIN, [], []))  # without a call of Python's
         autocast = {}
         if any_autocast():
             for kind in AUTOCAST_DEVICES if self._devices else AUTOCAST_DEVICES[:1]:
@@ -141,14 +115,18 @@ class ForwardKeeper(Listener):
             return 0
         if watched is not None and watched.wanted and watched.enter(module, args, kwargs):
             entered = 2
-        if _RERUNS.running or backward_runs():
+        if not of_training():
             return entered
         if not self._depth:
             kept = self._kept
-            if kept is None:
-                kept = self._kept = self._now()
-            if len(kept.calls) < MAX_KEPT_CALLS:
+            if kept is not None:
+                if len(kept.calls) < MAX_KEPT_CALLS:
+                    kept.calls.append((args, kwargs))
+            elif self._keeps or any_autocast():
+                self._kept = kept = self._now()
                 kept.calls.append((args, kwargs))
+            else:  # nothing but the arguments; without another call
+                self._kept = new_tuple(Kept, (None, PLAIN, PLAIN, [(args, kwargs)], []))
         self._depth += 1
         return entered + 1
 

@@ -184,6 +184,11 @@ class Monitor:
         self._views = ViewCache(self._gathering.writer.path if self._gathering else None, view)
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
         self._times = StepTimes(self._gathering.writer.times if self._gathering else None)
+        # Steps and when they began, the last few; None: counted at once, as other processes listen.
+        self._uncounted: list[tuple[int | None, float]] | None = None
+        if self._exchange.world == 1:
+            self._uncounted = []
+        self._most = min(tuning.COUNTED_TOGETHER, tuning.FLUSH_STEPS)
         note = self._gathering.writer.incident if self._gathering else None
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
         told = self._sampled if self._triggers is None else self._triggers.keeper
@@ -243,21 +248,28 @@ class Monitor:
             The record of a traced step, else None; each of several processes gets that of its own
             part of the batch.
         """
-        now, schedule, took = self._budget.clock(), self._schedule, None
+        now, schedule, sampled = self._budget.clock(), self._schedule, self._sampled
+        took = record = None
         if not (self._open and self._here) and not self._usable():
             return None
         if schedule.micro == 0 and schedule.at != schedule.last:
-            took = self._tick(now)
+            if self._uncounted is None or sampled.wanted or sampled.idle:
+                took = self._tick(now)
+            else:
+                self._uncounted.append((schedule.last, now))
             schedule.last = schedule.at
-        record = self._traced(loss, scale, terms, now, took) if self._sampled.wanted else None
-        if self._triggers is not None:
-            at = schedule.number, schedule.micro
-            if took_long := self._triggers.look(loss, scale, at, rerun, batch):
+        if sampled.wanted:
+            record = self._traced(loss, scale, terms, now, took)
+        if (triggers := self._triggers) is not None:
+            took_long = triggers.look(loss, scale, schedule, rerun, batch)
+            if took_long:
+                self._count()
                 self._budget.spend(took_long)
-        if schedule.advance() or self._exchange.world > 1:
+        if schedule.advance() or self._uncounted is None or len(self._uncounted) >= self._most:
+            self._count()
             self._decide_next()
         else:
-            self._sampled.wanted = False
+            sampled.wanted = False
         return record
 
     @property
@@ -280,11 +292,21 @@ class Monitor:
 
     def _tick(self, now: float) -> float | None:
         """Record how long the previous step took; ``now`` is when this one began."""
+        self._count()
         took = self._budget.tick(now, clean=not self._sampled.idle)
         self._sampled.idle = False
         if self._schedule.last is not None:
             self._times.add(self._schedule.base + self._schedule.last, took)
         return took
+
+    def _count(self) -> None:
+        """Record how long the steps took of which only the beginning was noted."""
+        if self._uncounted:
+            for last, now in self._uncounted:
+                took = self._budget.tick(now)
+                if last is not None:
+                    self._times.add(self._schedule.base + last, took)
+            self._uncounted.clear()
 
     def _decide_next(self) -> None:
         """Decide whether the next backward pass is to be traced."""
@@ -355,6 +377,7 @@ class Monitor:
     @property
     def cost(self) -> Cost:
         """The cost of monitoring so far."""
+        self._count()
         return Cost(self._schedule.traces, self._budget.spent, self._budget.used)
 
     @property
@@ -370,6 +393,7 @@ class Monitor:
         if self._gathering is None:
             raise GradtraceError("the first process (rank 0) has the history of this run")
         if self._open:
+            self._count()
             self._times.flush()
             self._schedule.note_skipped(self._gathering)
         return self._gathering.read()
@@ -417,6 +441,7 @@ class Monitor:
             self._exchange.send(self._schedule.message("end"))
             self._exchange.close(gathering.GRACE_SECONDS)
             return
+        self._count()
         self._times.flush()
         self._schedule.note_skipped(self._gathering)
         page = partial(run_report.report_at_end, self._gathering.read, self._views, self._page)

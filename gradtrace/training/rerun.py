@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradtrace.autodiff.hooks import silenced
+from gradtrace.autodiff.pass_scope import rerunning
 from gradtrace.diagnosis import Diagnosis
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import backend_of
@@ -21,7 +22,7 @@ from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.random_state import RandomState
 from gradtrace.pytorch.side_effects import users_code
 from gradtrace.pytorch.wrapped_modules import named_modules, named_parameters
-from gradtrace.training.forward_keeper import Call, named_buffers, rerunning
+from gradtrace.training.forward_keeper import Call, named_buffers
 from gradtrace.training.step_tracer import loss_value, undisturbed
 from gradtrace.watch import watch
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace.autodiff.pass_scope import backward_runs
+from gradtrace.autodiff.pass_scope import of_training
 from gradtrace.kernels import backend_of
 from gradtrace.pytorch.wrapped_modules import unwrapped
-from gradtrace.training.forward_keeper import Watcher, rerun_is_running
+from gradtrace.training.forward_keeper import Watcher
 from gradtrace.training.tuning import MAX_NOTED_CALLS
 from gradtrace.watch import watch
 
@@ -46,7 +46,7 @@ class SampledWatch(Watcher):
         if not torch.is_grad_enabled():
             self.idle = True
             return False
-        if not self.wanted or self._explicit or backward_runs() or rerun_is_running():
+        if not self.wanted or self._explicit or not of_training():
             return False
         if not self._depth:
             watched = self._reopen()

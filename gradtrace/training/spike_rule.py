@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import exp, inf, log, sqrt
+from typing import Any
 
-from gradtrace.training.tuning import LEAST_DEVIATION, LIMIT_STEPS, SPIKE_WARM_UP, SPIKE_WINDOW
+from gradtrace.training.tuning import (
+    LEAST_DEVIATION,
+    LIMIT_STEPS,
+    SIZE_STEPS,
+    SPIKE_WARM_UP,
+    SPIKE_WINDOW,
+)
 
 NORMAL = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
@@ -18,8 +25,8 @@ class SpikeRule:
     A loss is a spike above ``m + factor · s``, where m is the median of the recent losses and s =
     1.4826 times the median of ``|loss - m|``, at least 2.5% of ``|m|``, and above all of them. If
     none of them is negative the same must hold of their logarithms, since losses near 0 have long
-    tails. In a batch that is smaller than the largest recent one, s is larger by the root of the
-    ratio of their sizes.
+    tails. In a batch that is smaller than the largest recent one (of every 8th), s is larger by the
+    root of the ratio of their sizes.
 
     >>> rule = SpikeRule(8.0)
     >>> any(rule.exceeded(2 + 0.01 * (n % 7)) for n in range(50))
@@ -28,22 +35,26 @@ class SpikeRule:
     ('the loss is 3, the median of the last 50 is 2.03 and the limit 2.479', '')
     """
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
+    def __init__(self, factor: float, size_of: Callable[[Any], int] = int) -> None:
+        self.factor, self._size_of = factor, size_of
         self._recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
-        self._sizes: deque[int] = deque(maxlen=SPIKE_WINDOW)
-        self._limit, self._age = inf, 0
+        self._sizes: deque[int] = deque(maxlen=-(-SPIKE_WINDOW // SIZE_STEPS))
+        self._limit, self._age, self._unsized = inf, 0, 0
 
-    def exceeded(self, loss: float, size: int = 0) -> str:
-        """What is to be said of a loss that is a spike; empty if it is none. ``size`` is that of
-        its batch (0: unknown).
+    def exceeded(self, loss: float, batch: Any = 0) -> str:
+        """What is to be said of a loss that is a spike; empty if it is none. ``size_of(batch)`` is
+        how large its batch is (0: unknown).
         """
         self._age += 1
         if self._age >= LIMIT_STEPS or self._limit == inf:
             self._limit, self._age = self.limit(), 0
         said = ""
+        if not self._unsized:
+            self._sizes.append(self._size_of(batch))
+            self._unsized = SIZE_STEPS
+        self._unsized -= 1
         if loss > self._limit:
-            self._limit, self._age = self.limit(size), LIMIT_STEPS
+            self._limit, self._age = self.limit(self._size_of(batch)), LIMIT_STEPS
             if loss > self._limit:
                 middle, count = median(self._recent), len(self._recent)
                 said = (
@@ -51,7 +62,6 @@ class SpikeRule:
                     f"the limit {self._limit:.4g}"
                 )
         self._recent.append(loss)
-        self._sizes.append(size)
         return said
 
     def limit(self, size: int = 0) -> float:

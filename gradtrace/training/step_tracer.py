@@ -186,6 +186,8 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
 
 def loss_value(loss: Any) -> float:
     """The value of a loss; the mean of several."""
+    if type(loss) is Tensor and loss.numel() == 1:
+        return loss.item()
     if not isinstance(loss, Tensor):
         raise GradtraceError(
             f"monitor.step takes the loss before loss.backward(), a tensor, not a "

@@ -29,6 +29,7 @@ from gradtrace.training.forward_keeper import Call, ForwardKeeper, Kept, batch_s
 from gradtrace.training.incident import Incident
 from gradtrace.training.rerun import Beginning, LossOf, Rerun, outputs_in, seeds_of, stand_in
 from gradtrace.training.sampled_watch import SampledWatch
+from gradtrace.training.schedule import Schedule
 from gradtrace.training.spike_rule import SpikeRule
 from gradtrace.training.step_tracer import loss_value
 
@@ -140,7 +141,7 @@ class Triggers:
         self._seconds = 0.0  # that incidents took since the last ``look``
         self.files: list[Path] = []
         self.keeper = ForwardKeeper(model, watched)  # is told of the model's calls
-        self._rule = SpikeRule(settings.spike)
+        self._rule = SpikeRule(settings.spike, batch_size)
         self._gradients = SmallGradients(model)
         self._finite = self._gradients.check.finite
         self._nonfinite, self._spike = NONFINITE in settings.wanted, SPIKE in settings.wanted
@@ -162,14 +163,14 @@ class Triggers:
         self._pending = None
 
     def look(
-        self, loss: Tensor, scale: Any, at: tuple[int, int], rerun: LossOf | None, batch: Any
+        self, loss: Tensor, scale: Any, at: Schedule, rerun: LossOf | None, batch: Any
     ) -> float:
-        """Look at the loss of a backward pass: that of ``at`` = (step, number in the step). Returns
-        the seconds that incidents have taken since the last call.
+        """Look at the loss of a backward pass. Returns the seconds that incidents have taken since
+        the last call.
         """
         kept = self.keeper.take()
         if self._pending is not None:
-            if at[1]:  # of the same step as the pass before, so no optimiser has moved
+            if at.micro:  # of the same step as the pass before, so no optimiser has moved
                 self._check_gradients()
             self._pending = None
         if kept is not None:
@@ -178,15 +179,15 @@ class Triggers:
                 by, scaled = float(scale.get_scale()), getattr(scale, "dynamic", True)
             value = loss_value(loss) / by
             finite = isfinite(value)
-            said = self._rule.exceeded(value, batch_size(kept)) if self._spike and finite else ""
+            said = self._rule.exceeded(value, kept) if self._spike and finite else ""
             fired = ""
             if said or not finite or self._lasting:
                 fired, said = self._new(value, said)
             if fired:
-                one = Pass(*at, value, by, kept, rerun, batch)
+                one = Pass(at.number, at.micro, value, by, kept, rerun, batch)
                 self._handle(fired, "loss", said, one, loss)
-            elif self._nonfinite and finite and (by == 1 or not scaled):
-                self._pending = *at, value, by, kept, rerun, batch  # a scaler looks itself
+            elif self._nonfinite and finite and (by == 1 or not scaled):  # a scaler looks itself
+                self._pending = at.base + at.at, at.micro, value, by, kept, rerun, batch
             kept.outputs.clear()
         if not self._seconds:
             return 0.0
@@ -209,10 +210,10 @@ class Triggers:
 
     def before_optimiser(self, optimizer: Optimizer) -> None:
         """An optimiser is about to step."""
-        if self._pending is None or "found_inf" in optimizer.__dict__:
-            return
         own = self._own
         if (own is None or own() is not optimizer) and not self._moves_the_model(optimizer):
+            return
+        if self._pending is None or "found_inf" in optimizer.__dict__:
             return
         if self._gradient_lasting or not self._finite():
             self._check_gradients()

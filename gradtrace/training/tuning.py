@@ -5,6 +5,9 @@ from __future__ import annotations
 FLUSH_STEPS = 1_000
 """Step times are written to the file at least every this many steps, traced or not."""
 
+COUNTED_TOGETHER = 32
+"""How long steps took is recorded of this many at a time."""
+
 RECENT_STEPS = 101
 """The typical step time is the median of this many recent steps."""
 
@@ -50,6 +53,9 @@ LEAST_DEVIATION = 0.025
 
 LIMIT_STEPS = 32
 """The limit of spikes is computed anew after this many steps."""
+
+SIZE_STEPS = 8
+"""How large batches are is looked at in one of this many passes."""
 
 LOOK_STEPS = 64
 """Whether passes draw random numbers is looked at in one of this many."""
