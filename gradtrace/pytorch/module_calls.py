@@ -316,11 +316,16 @@ class Patch:
                 or not _only_forward(self)
             ):
                 return staged(self, *args, **kwargs)
+            calls = _STACK.calls
+            if calls and calls[-1][0] is self:  # a call from within itself
+                return forward(self, *args, **kwargs)
             entered, result = listener.enter(self, args, kwargs), None
+            calls.append((self, FORWARD))
             try:
                 result = forward(self, *args, **kwargs)
                 return result
             finally:
+                calls.pop()
                 listener.leave(entered, result)
 
         return observed_call
