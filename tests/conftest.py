@@ -22,7 +22,8 @@ for device in (torch.cuda, torch.xpu, torch.mtia):
     if not device.is_available():  # else each torch.manual_seed puts the whole stack into text
         device.manual_seed_all = lambda seed: None
 
-from thorough import THOROUGH, few  # noqa: E402 - found by the line above
+import forks  # noqa: E402 - found by the line above
+from thorough import THOROUGH, few  # noqa: E402
 
 settings.register_profile(
     "ci",
@@ -97,3 +98,19 @@ def _shares(item: pytest.Item) -> bool:
         for found in info.name2fixturedefs.values()
         for each in found
     )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many processes run tests (`forks`)."""
+    parser.addoption("--forks", type=int, default=0, help="processes, copied after collection")
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """In copies of this process, where that is asked for."""
+    count = session.config.getoption("forks")
+    if not count or session.config.option.collectonly or session.testsfailed:
+        return None
+    if torch.cuda.is_available():
+        raise pytest.UsageError("--forks: CUDA does not outlive a fork; use -n")
+    forks.run(session, count)
+    return True
