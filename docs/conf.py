@@ -10,6 +10,8 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from sphinx.ext.autodoc.mock import mock  # noqa: E402
+
 import gradtrace  # noqa: E402
 
 project = "gradtrace"
@@ -29,6 +31,8 @@ myst_links_external_new_tab = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 autodoc_mock_imports = ["lightning", "pytorch_lightning", "transformers"]  # slow, and optional
+MOCKED = mock(autodoc_mock_imports)  # until the end: autodoc's search for sources imports, too
+MOCKED.__enter__()
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -1,8 +1,8 @@
 """Tests in several processes, copies of one that has collected them: ``pytest -n 0 --forks 3``.
 
-Each worker of pytest-xdist imports everything and collects all tests for itself, which takes most of
-a minute. Here that is done once. As with ``--dist loadgroup``, tests of a group run in one process,
-and a process that is done takes the next group. Not where CUDA is in use: it does not outlive a fork.
+Each worker of pytest-xdist imports everything and collects all tests for itself, which takes most
+of a minute. Here that is done once. As with ``--dist loadgroup``, tests of a group run in one
+process, and a process that is done takes the next group. Not with CUDA: it does not outlive a fork.
 """
 
 from __future__ import annotations

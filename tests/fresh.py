@@ -80,6 +80,7 @@ def _end(server: subprocess.Popen[str]) -> None:
 
 def serve() -> None:
     import torch
+    import torch._dynamo  # as optimisers do, for a second or two
 
     torch.set_num_threads(1)
     gc.freeze()  # copies share what is here, and do not look through it again

@@ -100,6 +100,7 @@ def copied(module: Any, names: str, rank: int, world: int, port: int, folder: Pa
 
 def main(module: str, groups: list[Any]) -> list[list[int]]:
     torch.set_num_threads(1)
+    importlib.import_module("torch._dynamo")  # as optimisers do, for a second or two
     found = importlib.import_module(module)
     found.warm()
     gc.freeze()  # copies share what is here, and do not look through it again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -290,9 +289,23 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(competition, "QUICK", competition.QUICK | small | {"width": 4})
 
 
+@pytest.fixture(scope="module")
+def found() -> demo.Look:
+    """What the demo finds in its network, which it draws and trains alike each time."""
+    return demo.look()
+
+
+@pytest.fixture
+def looked(found: demo.Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo that has looked already."""
+    monkeypatch.setattr(demo, "look", lambda: found)
+
+
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("as_json", [False, True])
-def test_demo(tmp_path: Path, as_json: bool) -> None:
+def test_demo(tmp_path: Path, as_json: bool, request: pytest.FixtureRequest) -> None:
+    if as_json:
+        request.getfixturevalue("looked")
     out = tmp_path / "report.html"
     result = run("demo", "--out", out, *(["--json"] if as_json else []))
     assert result.exit_code == 0, result.stderr
@@ -316,7 +329,7 @@ def test_demo(tmp_path: Path, as_json: bool) -> None:
     assert not data["diagnosis"]["healthy"]
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short", "looked")
 def test_a_demo_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "report.html"
     first = demo.demo(out, say=lambda line: None)
@@ -364,13 +377,14 @@ def test_the_demo_finds_nothing_that_is_not_there(monkeypatch: pytest.MonkeyPatc
     assert demo.verdict(found).startswith("gradtrace found 1 of the 3")
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("short", "looked")
 def test_demo_makes_the_folder_it_writes_to(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder" / "report.html"
     assert run("demo", "--out", out).exit_code == 0
     assert out.stat().st_size > 1_000
 
 
+@pytest.mark.usefixtures("short", "looked")
 def test_demo_into_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     line = refused(run("demo", "--out", tmp_path / "file" / "report.html"))
@@ -378,14 +392,13 @@ def test_demo_into_a_place_that_is_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short")
-def test_names_are_escaped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_names_are_escaped(
+    found: demo.Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Module names are untrusted text."""
-    real: Callable[..., list[dict[str, object]]] = demo.judged
-
-    def nasty(*args: object) -> list[dict[str, object]]:
-        return [{**row, "found": "<script>alert(1)</script>"} for row in real(*args)]
-
-    monkeypatch.setattr(demo, "judged", nasty)
+    rows = [{**row, "found": "<script>alert(1)</script>"} for row in found.found["planted"]]
+    nasty = found._replace(found=found.found | {"planted": rows})
+    monkeypatch.setattr(demo, "look", lambda: nasty)
     demo.demo(tmp_path / "report.html", say=lambda line: None)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<script>" not in text and "&lt;script&gt;" in text

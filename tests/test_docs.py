@@ -6,13 +6,12 @@ import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
-import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import blocks
+import fresh
 import pytest
 import torch
 from markdown_it import MarkdownIt
@@ -301,8 +300,8 @@ def test_every_page_is_in_the_site() -> None:
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("furo")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ("-q", "-W", "--keep-going", str(DOCS), str(tmp_path))
+    done = fresh.python("-m", "sphinx", *words)
     assert done.returncode == 0, done.stderr
     start = (tmp_path / "index.html").read_text()
     assert "gradtrace" in start and 'class="gtp"' in start  # pictures are part of the page

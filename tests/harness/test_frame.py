@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def conclude(rows):
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path: Path, drawn_once: None) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     (tmp_path / "beside.py").write_text("")
@@ -119,6 +120,29 @@ def table(folder: Path) -> dict[str, Any]:
 def rows_in(folder: Path) -> int:
     files = (folder / "mine" / "rows").glob("*.jsonl")
     return sum(max(path.read_bytes().count(b"\n") - 1, 0) for path in files)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are copies of this process: new ones would import torch, which takes seconds."""
+    monkeypatch.setattr(pools, "get_context", lambda _: get_context("fork"))
+
+
+_drawn: dict[str, bytes] = {}
+
+
+@pytest.fixture
+def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of the same numbers are the same: `test_plots_are_drawn`."""
+    real = drawing.png
+
+    def png(plot: Plot) -> bytes:
+        key = repr(plot)
+        if key not in _drawn:
+            _drawn[key] = real(plot)
+        return _drawn[key]
+
+    monkeypatch.setattr(drawing, "png", png)
 
 
 @pytest.fixture
@@ -288,7 +312,9 @@ EDITS: dict[str, tuple[str, str, bool] | None] = {
 
 
 @pytest.mark.parametrize("what", EDITS)
-def test_rows_of_edited_code_are_measured_again(tmp_path: Path, what: str) -> None:
+def test_rows_of_edited_code_are_measured_again(
+    tmp_path: Path, drawn_once: None, what: str
+) -> None:
     path, out = tmp_path / "mine.py", tmp_path / "o"
     text = MINE.replace("1000", "SIZE").replace("def measure", "SIZE = 1000\n\n\ndef measure")
     text = text.replace('["k"], "loose"', '["k"] + beside.more(), "loose"')
@@ -610,6 +636,7 @@ def test_a_cell_that_fails_leaves_the_others_their_rows(mine: Path, tmp_path: Pa
     assert "ValueError: broken on purpose" in line and rows_in(out) == 5
 
 
+@pytest.mark.usefixtures("forked")
 def test_of_workers_too(mine: Path, tmp_path: Path) -> None:
     out = tmp_path / "o"
     line = refused(run(mine, "--quick", "--set", "broken=[2]", "--workers", 2, "--out", out))
@@ -621,6 +648,7 @@ def test_a_run_that_always_fails_is_given_up(mine: Path, tmp_path: Path) -> None
     assert "3 cells failed" in refused(result)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_worker_that_dies_is_told(mine: Path, tmp_path: Path) -> None:
     mine.write_text(MINE.replace("    drawn =", "    import os; os._exit(9)\n    drawn ="))
     line = refused(run(mine, "--quick", "--workers", 2, "--out", tmp_path / "o"))
@@ -799,6 +827,7 @@ def test_the_same_on_other_data_has_a_page_of_its_own(
     assert 'id="mine-other"' in (whole / "index.html").read_text()
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_page_tells_the_command_that_made_it(mine: Path, whole: Path, tmp_path: Path) -> None:
     """All that changes the numbers, and nothing of this machine."""
     plain = json.loads((whole / "mine" / "results.json").read_text())
@@ -847,8 +876,9 @@ def test_plots_are_drawn(style: str, log: bool) -> None:
         for label in HOSTILE
     )
     plot = Plot("p", "A $title", "x_$", "^y", series, log_x=log, log_y=log)
-    assert drawing.png(plot).startswith(b"\x89PNG")
-    assert drawing.png(plot) == drawing.png(plot)
+    drawn = drawing.png(plot)
+    assert drawn.startswith(b"\x89PNG")
+    assert drawing.png(plot) == drawn
 
 
 @pytest.mark.parametrize("style", ["line", "points", "bars", "dashed"])
