@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 WORKERS ?= 2
+PARALLEL ?= -n auto --dist loadgroup --no-loadscope-reorder
 BIN     = $(VENV)/bin
 # Modules are compiled when they are first imported: most of torch and transformers never is.
 PIP     = $(BIN)/python -m pip install --quiet --no-compile
@@ -14,7 +15,7 @@ demo: $(VENV)/.installed
 
 # `make test THOROUGH=1` runs everything: all samples of all operators, a thousand random graphs.
 test: $(VENV)/.developed chromium
-	GRADTRACE_THOROUGH=$(THOROUGH) $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+	GRADTRACE_THOROUGH=$(THOROUGH) $(BIN)/python -m pytest $(PARALLEL)
 
 # The browser tests want Chromium: installed where that is allowed, else they are skipped.
 chromium:

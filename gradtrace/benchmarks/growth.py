@@ -27,7 +27,7 @@ class Grid(NamedTuple):
     words: int
 
 
-SMALL = Grid({TOKENS: 8, WIDTH: 32, LAYERS: 1}, {TOKENS: (8, 16), LAYERS: (1, 2)}, 50)
+SMALL = Grid({TOKENS: 8, WIDTH: 32, LAYERS: 1}, {TOKENS: (8, 16)}, 50)
 ON_CPU = Grid(
     {TOKENS: 128, WIDTH: 192, LAYERS: 4},
     {TOKENS: (64, 128, 256, 512), WIDTH: (96, 192, 384, 768), LAYERS: (2, 4, 8, 16)},
