@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,8 @@ from gradtrace.tracing.through import ThroughSweep
 # Against all paths -------------------------------------------------------------------------------
 
 
+Numbers = np.ndarray[Any, Any]
+
 Bits = Callable[[Edge], int]
 """The components that an edge passes, a bit each."""
 
@@ -63,25 +66,32 @@ class PathSums:
     def __init__(self, graph: ScalarGraph, bits: Bits) -> None:
         self.graph = graph
         self.paths = listed(graph, bits)
+        self.tables: dict[str, tuple[Numbers, Numbers, Numbers]] = {}
+
+    def table(self, leaf: str) -> tuple[Numbers, Numbers, Numbers]:
+        """Of all paths from the leaf: the element, the weight, the bits."""
+        if leaf not in self.tables:
+            start = self.graph.starts.get(leaf)
+            size = 0 if start is None else math.prod(self.graph.shapes[leaf])
+            every = [(n, *path) for n in range(size) for path in self.paths[(start or 0) + n]]
+            columns = zip(*every) if every else ((), (), ())
+            kinds = (np.int64, np.float64, np.int64)
+            one, two, three = (np.array(c, kind) for c, kind in zip(columns, kinds))
+            self.tables[leaf] = one, two, three
+        return self.tables[leaf]
 
     def of(self, leaf: str, bits: int) -> tuple[Tensor, Tensor]:
         """The sum over the paths of each element that have one of the bits, and the mass of all."""
         shape = self.graph.shapes[leaf]
-        rows = []
-        for n in range(math.prod(shape)):
-            start = self.graph.starts.get(leaf)
-            paths = [] if start is None else self.paths[start + n]
-            mass = math.fsum(abs(weight) for weight, _ in paths)
-            rows.append((math.fsum(weight for weight, passed in paths if passed & bits), mass))
-        found = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
-        return found[:, 0].reshape(shape), found[:, 1].reshape(shape)
+        element, weight, passed = self.table(leaf)
+        parts = (weight * ((passed & bits) != 0), abs(weight))
+        one, two = (np.bincount(element, part, math.prod(shape)) for part in parts)
+        return torch.from_numpy(one).reshape(shape), torch.from_numpy(two).reshape(shape)
 
     def pass_both(self, first: int, second: int, leaf: str) -> bool:
         """Whether a path from the leaf passes both."""
-        size = math.prod(self.graph.shapes[leaf]) if leaf in self.graph.starts else 0
-        start = self.graph.starts.get(leaf, 0)
-        every = (path for paths in self.paths[start : start + size] for path in paths)
-        return any(passed & first and passed & second for _, passed in every)
+        passed = self.table(leaf)[2]
+        return bool((((passed & first) != 0) & ((passed & second) != 0)).any())
 
 
 def check(trace: Trace, paths: PathSums, components: Any, bits: dict[str, int]) -> None:

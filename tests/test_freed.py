@@ -24,6 +24,7 @@ from gradtrace.errors import GradtraceError
 @pytest.fixture(autouse=True)
 def uncollected() -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # what other tests left is not looked through again and again
     gc.disable()
     yield
     gc.set_debug(0)

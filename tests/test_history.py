@@ -16,6 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -416,9 +417,7 @@ def test_kill_and_go_on(tmp_path: Path) -> None:
     assert found.running and found.steps == tuple(range(len(found)))
     assert found.records[: len(early)] == early.records
     before = path.read_bytes()
-    again = started(path, 2)
-    again.communicate()
-    assert again.returncode == 0
+    fresh.python("-c", textwrap.dedent(SCRIPT), str(path), "2", check=True)
     after = history.read(path)
     assert path.read_bytes().startswith(before)
     assert not after.running and after.steps == tuple(range(len(found) + 2))

@@ -6,8 +6,6 @@ import ast
 import importlib
 import json
 import re
-import subprocess
-import sys
 import types
 from contextlib import nullcontext
 from pathlib import Path
@@ -207,9 +205,7 @@ def test_it_can_be_imported_anywhere() -> None:
         "with torch.no_grad(), torch.inference_mode(), torch.device('meta'): import gradtrace.api\n"
         "x = torch.ones(2, requires_grad=True)\nprint(gradtrace.api.backward((x * x).sum()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = fresh.python("-c", script, check=True)
     assert done.stdout == "{'leaf0': tensor([2., 2.])}\n"
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh
 import gpuranks
 import pytest
 import ranks
@@ -33,17 +35,29 @@ on_a_gpu = pytest.mark.skipif(
 WAYS = [pytest.param("nccl", "cuda", marks=on_a_gpu), ("gloo", "cpu")]
 
 
+PATH = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+SHARED = {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "GRADTRACE_NATIVE": "0"}
+"""Processes find gradtrace and the tests whether or not it is installed."""
+
+
+def alone(*command: object) -> subprocess.CompletedProcess[str]:
+    """One process, told what ``torchrun`` tells it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    env = os.environ | SHARED | {key: str(value) for key, value in told.items()}
+    return fresh.python(*map(str, command), env=env | {"MASTER_PORT": str(port)})
+
+
 def torchrun(world: int, *command: object) -> subprocess.CompletedProcess[str]:
-    """So many processes; they find gradtrace and the tests whether or not it is installed."""
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    shared = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "GRADTRACE_NATIVE": "0"}
+    """So many processes."""
     runner = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     return subprocess.run(
         [sys.executable, *runner, *map(str, command)],
         capture_output=True,
         text=True,
         timeout=LONG,
-        env=os.environ | shared,
+        env=os.environ | SHARED,
     )
 
 
@@ -58,7 +72,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def run(backend: str, device: str, world: int) -> list[Found]:
         if (backend, device, world) not in known:
             folder = tmp_path_factory.mktemp("ranks")
-            ended = torchrun(world, HERE / "gpuranks.py", backend, device, folder)
+            if backend == "gloo":  # without torchrun, which imports torch, too
+                ended = alone("-m", "gpuranks", backend, device, folder)
+            else:
+                ended = torchrun(world, HERE / "gpuranks.py", backend, device, folder)
             assert ended.returncode == 0, ended.stdout + ended.stderr
             files = [folder / f"{rank}.json" for rank in range(world)]
             known[backend, device, world] = [json.loads(file.read_text()) for file in files]
