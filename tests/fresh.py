@@ -115,7 +115,8 @@ def become(job: dict[str, Any]) -> None:
         if each:
             warnings.simplefilter(each)  # type: ignore[arg-type]
     more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = ["", *(each for each in more if each and each not in sys.path)]
+    rest = sys.path[1:]
+    sys.path[:] = ["", *(each for each in more if each and each not in rest), *rest]
     kind, what, *sys.argv[1:] = words
     if kind == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
