@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, Node, maker_of, sequence_of
 from gradtrace.diagnosis import balance, nonfinite, silent, zeros
 from gradtrace.diagnosis.backward_sizes import BackwardSizes, backward_sizes
-from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord
+from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord, Operation
 from gradtrace.diagnosis.result import (
     SEVERITIES,
     Diagnosis,
@@ -31,6 +32,39 @@ from gradtrace.pytorch.wrapped_modules import join, named_modules, named_paramet
 from gradtrace.trace import Trace
 
 PLAIN = "Watch with gt.watch(model, diagnose=True), and the lines of your code are named."
+
+
+UNDERIVED = re.compile(r"derivative for (?:aten::|')([\w: ]+?)'? is not implemented")
+"""What PyTorch says of an operator without a derivative."""
+
+ALIASES = {"floor_divide": ("__floordiv__", "__rfloordiv__", "__ifloordiv__")}
+"""By which other names operators are called."""
+
+INSTEAD = {
+    "heaviside": "use a smooth step, torch.sigmoid(x / width), or pass the gradient straight "
+    "through: soft + (torch.heaviside(x, v) - soft).detach()",
+    "floor_divide": "the derivative is 0 nearly everywhere: use x / y, or (x // y).detach() if no "
+    "gradient is meant",
+    "histogram": "counts have no derivative: use a soft histogram, a sum of kernels around the "
+    "centres of the bins",
+}
+
+
+def no_derivative(name: str, argument: str, module: str, line: str) -> Finding:
+    """The finding of an operator that PyTorch cannot differentiate (``argument``: by this one)."""
+    other = "use an operator that has one, write it as a torch.autograd.Function with a backward of"
+    usual = f"{other} its own, or detach() its input if no gradient is meant"
+    by = f" by its argument '{argument}'" if argument else ""
+    return Finding(
+        "derivative",
+        "error",
+        f"{name} has no derivative{by}",
+        module,
+        line=line,
+        evidence=f"PyTorch implements {name}() without its derivative{by}, so loss.backward() "
+        "raises an error there, and gradients behind it are unknown.",
+        advice=f"{INSTEAD.get(name, usual)}.",
+    )
 
 
 @dataclass(eq=False)
@@ -229,14 +263,32 @@ class Diagnoser:
         if self._sizes.failure:
             record, node = self.subject.record, self._sizes.failed
             operation = None if record is None else record.of_node(sequence_of(node))
+            line = "" if operation is None else str(operation.where.line or "")
+            if found := UNDERIVED.search(self._sizes.failure):
+                name, _, argument = found[1].partition(": ")
+                yield self._underived(name, argument, operation)
+                return
             yield Finding(
                 "backward",
                 "error",
                 "the backward pass fails",
-                line="" if operation is None else str(operation.where.line or ""),
+                line=line,
                 evidence=self._sizes.failure,
                 advice="mend this first; gradients behind it are unknown.",
             )
+
+    def _underived(self, name: str, argument: str, operation: Operation | None) -> Finding:
+        """The finding of an operator without a derivative. The node of some has no number, so that
+        ``operation`` is another; then it is the last of that name.
+        """
+        names = {name, f"{name}_", f"special_{name}", *ALIASES.get(name, ())}
+        record = self.subject.record
+        if operation is None or operation.name not in names:
+            all_of_them = [] if record is None else record.operations
+            operation = next((each for each in reversed(all_of_them) if each.name in names), None)
+        if operation is None:
+            return no_derivative(name, argument, "", "")
+        return no_derivative(name, argument, operation.module, str(operation.where.line or ""))
 
     def _unregistered(self) -> Iterator[Finding]:
         """Parameters that get a gradient, and that the model does not list."""

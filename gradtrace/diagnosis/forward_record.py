@@ -13,7 +13,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, isinf, isnan
+from math import inf, isfinite, isinf, isnan
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from gradtrace.autodiff import nodes
 from gradtrace.diagnosis.source_lines import Place, SourceLine, place
 from gradtrace.pytorch.nested import tensors_in
-from gradtrace.pytorch.plain_tensors import is_wrapper
+from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
 
 EXITS = frozenset(
     ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__")
@@ -134,7 +135,7 @@ class ForwardRecord:
 
     def measure(self, value: int, tensor: Tensor) -> None:
         """Note the range of a value. On a GPU that waits for all that was begun there."""
-        if not self.everywhere and tensor.device.type != "cpu":
+        if not self.everywhere and not tensor.is_cpu:
             self.unmeasured |= tensor.is_floating_point()
         elif extent := extent_of(tensor):
             self.extents[value] = extent
@@ -174,10 +175,10 @@ class ForwardRecord:
             values.append(self.count)
         else:
             self.tensors[id(tensor)] = weakref.ref(tensor), [self.count]
-        key = _memory(tensor)
-        if key is not None:
-            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self.storages[key] = storage, self.count
+        if _has_memory(tensor):
+            storage = tensor.untyped_storage()
+            key = storage._cdata, int(tensor.storage_offset())
+            self.storages[key] = StorageWeakRef(storage), self.count  # type: ignore[no-untyped-call]
         return self.count
 
     def read(self, tensor: Tensor) -> set[int]:
@@ -204,7 +205,10 @@ class ForwardRecord:
         self.operations.append(operation)
         self.starts.append(start)
         for value in operation.inputs:
-            self.users.setdefault(value, []).append(number)
+            if value in self.users:
+                self.users[value].append(number)
+            else:
+                self.users[value] = [number]
         for value in operation.outputs:
             self.makers[value] = number
 
@@ -264,23 +268,30 @@ def _reach(start: Iterable[int], step: Callable[[int], Iterator[int]]) -> set[in
 
 def _memory(tensor: Tensor) -> tuple[int, int] | None:
     """The storage of a tensor and where in it it begins; None if it has no memory of its own."""
-    if is_wrapper(tensor) or is_lazy(tensor):
-        return None
-    if tensor.layout is not torch.strided or tensor.is_meta or _batched():
+    if not _has_memory(tensor):
         return None
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    if type(tensor) not in PLAIN and (is_wrapper(tensor) or is_lazy(tensor)):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_meta and not _batched()
+
+
+_level = torch._C._functorch.maybe_current_level
+
+
 def _batched() -> bool:
     """Whether a transform of ``torch.func`` runs, whose tensors are stand-ins without numbers."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return _level() is not None
 
 
 def extent_of(tensor: Tensor) -> Extent | None:
     """The range of a real, dense tensor's elements; None of others."""
     if not tensor.is_floating_point() or not tensor.numel() or tensor.itemsize == 1:
         return None
-    if tensor.layout is not torch.strided or tensor.is_meta or is_wrapper(tensor) or _batched():
+    if not _has_memory(tensor):
         return None
     low, high = torch.aminmax(tensor.detach())
     return Extent(low.item(), high.item(), tensor.dtype, tuple(tensor.shape))
@@ -306,24 +317,26 @@ class ForwardRecorder(TorchFunctionMode):
             if not args[0]:
                 self._off_line = place(sys._getframe(1)).line
             return func(*args, **kwargs)
-        if not name or torch._C._current_graph_task_id() != -1:  # inside a backward pass
+        if not name or _task() != -1:  # inside a backward pass
             return func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        if any(map(is_lazy, given)):  # parameters that have no numbers yet
-            return func(*args, **kwargs)
-        versions = [_version(tensor) for tensor in given]
+        given, numbers = _arguments(args, kwargs)
+        if any(type(each) not in PLAIN and is_lazy(each) for each in given):
+            return func(*args, **kwargs)  # parameters that have no numbers yet
+        versions = [*map(_version, given)]
         needing = [tensor for tensor in given if tensor.requires_grad]
         start = nodes.next_sequence()
         out = func(*args, **kwargs)
-        made = tensors_in(out)
-        changed = [t for t, before in zip(given, versions) if _version(t) != before]
-        if name in ("data=", "detach_"):  # which count as no change
-            changed = given[:1]
-        fresh = [t for t in made if not any(t is each for each in given)]
+        made = [out] if type(out) is Tensor else tensors_in(out)
+        changed = given[:1]
+        if name not in ("data=", "detach_"):  # which count as no change
+            changed = [t for t, before in zip(given, versions) if _version(t) != before]
+        old = {*map(id, given)}
+        fresh = [t for t in made if id(t) not in old]
         if fresh or changed or name in EXITS:
-            same = [t for t in made if not any(t is each for each in (*fresh, *changed))]
-            needs = any(not any(t is each for each in same) for t in needing)
-            self._write(name, (args, kwargs), given, needs, fresh, changed, start)
+            new = {*map(id, fresh), *map(id, changed)}
+            same = {id(t) for t in made if id(t) not in new}
+            needs = any(id(t) not in same for t in needing)
+            self._write(name, numbers, given, needs, fresh, changed, start)
             if isinstance(out, float) and out not in _COMMON:
                 self._read[out] = self.record.count
         return out
@@ -331,7 +344,7 @@ class ForwardRecorder(TorchFunctionMode):
     def _write(
         self,
         name: str,
-        call: Any,
+        numbers: list[float],
         given: list[Tensor],
         needs: bool,
         fresh: list[Tensor],
@@ -340,16 +353,18 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> None:
         record = self.record
         where = place(sys._getframe(2), functions=not torch.is_grad_enabled())
-        numbers = list(_numbers(call))
         inputs = self._inputs(given, changed, numbers)
         outputs = [*map(record.make, fresh), *map(record.write, changed)]
-        for value, tensor in zip(outputs, (*fresh, *changed)):
+        made = (*fresh, *changed)
+        gives = []
+        for value, tensor in zip(outputs, made):
             record.measure(value, tensor)
+            if tensor.requires_grad:
+                gives.append(value)
         if name in EXITS:  # the value is the number in Python
             record.count += 1
             outputs.append(record.count)
         off, module = _why_off(where.inside), self._module()
-        pairs = zip(outputs, (*fresh, *changed))
         operation = Operation(
             name,
             module or "",
@@ -357,13 +372,13 @@ class ForwardRecorder(TorchFunctionMode):
             inputs,
             needs,
             tuple(outputs),
-            frozenset(value for value, tensor in pairs if tensor.requires_grad),
+            frozenset(gives),
             off,
             self._off_line if off == "no_grad" else None,
-            any(isnan(number) or isinf(number) for number in numbers),
+            not all(map(isfinite, numbers)),
             module is not None,
         )
-        operation.element = self._element(operation, given, (*fresh, *changed))
+        operation.element = self._element(operation, given, made)
         record.add(operation, start)
 
     def _inputs(
@@ -372,14 +387,15 @@ class ForwardRecorder(TorchFunctionMode):
         """The values of a call's arguments, those of numbers that were read from a tensor too."""
         inputs: dict[int, None] = {}
         for tensor in given:
-            if any(tensor is each for each in changed):
+            if changed and any(tensor is each for each in changed):
                 own = self.record.known(tensor)  # its numbers are gone
                 inputs.update({} if own is None else {own: None})
             else:
                 values = self.record.read(tensor)
                 inputs.update(dict.fromkeys(values))
                 self._note_function(tensor, values)
-        inputs.update({self._read[number]: None for number in numbers if number in self._read})
+        if numbers and self._read:
+            inputs.update({self._read[number]: None for number in numbers if number in self._read})
         return tuple(inputs)
 
     def _note_function(self, tensor: Tensor, values: Iterable[int]) -> None:
@@ -445,6 +461,9 @@ def _name(func: Any) -> str:
     """``detach``, ``.data`` for the getter of an attribute, ``data=`` for its setter; empty for
     functions that make no values.
     """
+    if type(func) in _NAMED:
+        name = func.__name__
+        return "" if name in _QUIET else name
     name = str(getattr(func, "__name__", type(func).__name__))
     if name == "__get__":
         name = "." + str(getattr(func.__self__, "__name__", ""))
@@ -453,6 +472,9 @@ def _name(func: Any) -> str:
         return "data=" if getattr(func.__self__, "__name__", "") == "data" else ""
     return "" if name in _QUIET else name
 
+
+_NAMED = (BuiltinFunctionType, FunctionType, MethodDescriptorType)
+_task = torch._C._current_graph_task_id
 
 _COMMON = frozenset((0.0, 1.0, -1.0, 0.5, 2.0))
 """Numbers that are equal to one that was read by chance."""
@@ -465,7 +487,9 @@ _QUIET = frozenset(
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() or is_wrapper(tensor) else tensor._version
+    if type(tensor) not in PLAIN and is_wrapper(tensor):
+        return 0
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _why_off(inside: str) -> str:
@@ -474,8 +498,25 @@ def _why_off(inside: str) -> str:
     return "" if torch.is_grad_enabled() else inside or "no_grad"
 
 
+_SIMPLE = frozenset((int, bool, str, type(None), torch.dtype, torch.device))
+
+
+def _arguments(args: Any, kwargs: Any) -> tuple[list[Tensor], list[float]]:
+    """The tensors and the Python numbers among the arguments of a call."""
+    tensors: list[Tensor] = []
+    numbers: list[float] = []
+    for each in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(each)
+        if kind in PLAIN:
+            tensors.append(each)
+        elif kind not in _SIMPLE:
+            tensors += tensors_in(each)
+            numbers += _numbers(each)
+    return tensors, numbers
+
+
 def _numbers(call: Any) -> Iterator[float]:
-    """The Python numbers among the arguments of a call."""
+    """The Python numbers in an argument of a call."""
     if isinstance(call, float):
         yield call
     elif isinstance(call, (tuple, list)):

@@ -24,8 +24,10 @@ class SourceLine(NamedTuple):
         return f"{place}: {code}" if code else place
 
 
-USER, LIBRARY, FUNCTION, CHECKPOINT = range(4)
-"""Kinds of frames: the user's code, a library's, ``Function.apply``, a reentrant checkpoint."""
+USER, LIBRARY, FUNCTION, CHECKPOINT, TORCH = range(5)
+"""Kinds of frames: the user's code, a library's, ``Function.apply``, a reentrant checkpoint, and
+others of PyTorch or gradtrace.
+"""
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
@@ -38,9 +40,9 @@ def _kind(code: CodeType) -> int:
     if file.startswith(_TORCH):
         if code.co_name == "forward" and file.endswith("checkpoint.py"):
             return CHECKPOINT
-        return FUNCTION if code.co_name == "apply" and file.endswith("function.py") else LIBRARY
+        return FUNCTION if code.co_name == "apply" and file.endswith("function.py") else TORCH
     if file.startswith(_OWN):
-        return USER if "experiments" in file[len(_OWN) :] else LIBRARY
+        return USER if "experiments" in file[len(_OWN) :] else TORCH
     outside = file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
     return LIBRARY if outside else USER
 
@@ -71,7 +73,9 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
         kind = _KINDS.get(code)
         if kind is None:
             kind = _KINDS[code] = _kind(code)
-        if kind == USER:
+        if kind == TORCH:
+            pass
+        elif kind == USER:
             mine = mine or SourceLine(code.co_filename, step.f_lineno)
             if not functions:
                 break
@@ -79,7 +83,7 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
             inside = "checkpoint"
         elif kind == FUNCTION:
             inside = inside or "function"
-        elif other is None and not code.co_filename.startswith((_TORCH, _OWN)):
+        elif other is None:
             other = SourceLine(code.co_filename, step.f_lineno)
         step = step.f_back
     return Place(mine or other, inside)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -43,6 +44,32 @@ def test_no_false_alarm(name: str) -> None:
     with gt.watch(model, diagnose=False) as plain:
         loss = step()
     assert plain.diagnose(loss).healthy
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("heaviside", lambda h: torch.heaviside(h, torch.zeros(()))),
+        ("floor_divide", lambda h: torch.floor_divide(h, 2.0)),
+        ("histogram", lambda h: torch.histogram(h, 4).hist),
+        ("zeta", lambda h: torch.special.zeta(h.abs() + 2, h.abs() + 1)),
+        ("igamma", lambda h: torch.igamma(h.abs() + 1, torch.ones(()))),
+    ],
+)
+def test_operators_without_a_derivative_are_told_as_such(
+    name: str, function: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    class Hidden(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(super().forward(x))
+
+    model = torch.nn.Sequential(Hidden(3, 4))
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(2, 3)).sum()
+    (found,) = [each for each in watch.diagnose(loss).findings if each.kind == "derivative"]
+    assert found.title.startswith(f"{name} has no derivative") and found.module == "0"
+    assert ("'input'" in found.title) == (name == "igamma")
+    assert f"torch.{'special.' * (name == 'zeta')}{name}(" in found.line and "use" in found.advice
 
 
 def test_the_record_changes_nothing() -> None:
