@@ -189,6 +189,8 @@ def agree(found: dict[str, Any], wanted: dict[str, Any], dtype: torch.dtype) -> 
         mine, theirs = (dict(flattened(x, name)) for x in (found["floats"][name], numbers))
         assert mine.keys() == theirs.keys()
         least = rel * max((abs(x) for x in theirs.values() if not isnan(x)), default=0.0)
+        if "shares" in name:
+            least = max(least, rel * 1e-3)  # of 1: a share is 1 less what goes around
         for which, number in theirs.items():
             same = pytest.approx(number, rel=rel, abs=least, nan_ok=True)
             assert mine[which] == same, f"{which}: {mine[which]}, not {number}"

@@ -310,13 +310,22 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
 }
 ROWS = [(name, n) for name, cases in CASES.items() for n in range(len(cases))]
 
+LATELY = {("MseLoss", 1)}  # of two dtypes: torch 2.11 refuses
+"""What older versions of torch cannot differentiate themselves."""
+
 
 def loss_of(name: str, n: int) -> tuple[Tensor, list[Tensor]]:
     f, inputs = CASES[name][n]
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = f(*leaves)
     weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).reshape(out.shape)
-    return (out * weights).sum(), leaves
+    loss = (out * weights).sum()
+    if (name, n) in LATELY:
+        try:
+            torch.autograd.grad(loss, leaves, retain_graph=True)
+        except RuntimeError as error:
+            pytest.skip(f"this torch does not differentiate it: {error}")
+    return loss, leaves
 
 
 GIVEN_UP = {
