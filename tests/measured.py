@@ -19,16 +19,33 @@ from gradtrace.trace import Trace
 POWERS = (1, 8, 20)
 
 
+class Unrolled(nn.Module):
+    """An RNN, step by step: ``nn.RNN`` has other operators on a GPU than on the CPU, which
+    multiplies the inputs of all steps at once.
+    """
+
+    def __init__(self, inputs: int, units: int) -> None:
+        super().__init__()
+        self.step = nn.RNNCell(inputs, units)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        state, states = torch.zeros_like(x[0]), list[Tensor]()
+        for now in x:
+            state = self.step(now, state)
+            states.append(state)
+        return torch.stack(states), state
+
+
 class Model(nn.Module):
     """Branches side by side, attention with labelled heads, a cell called many times, a residual
     branch, a tied weight, a convolution, and a table of which few rows occur.
     """
 
-    def __init__(self, recurrent: type[nn.RNNBase] = nn.RNN) -> None:
+    def __init__(self, recurrent: type[nn.Module] = Unrolled) -> None:
         super().__init__()
         self.embed, self.linear = nn.Embedding(40, 4), nn.Linear(4, 4)
         self.recurrent = recurrent(4, 4)
-        self.qkv, self.norm = nn.Linear(4, 12), nn.LayerNorm(4)
+        self.qkv, self.norm = nn.Linear(4, 12, bias=False), nn.LayerNorm(4)  # a key's bias gets 0
         self.conv, self.cell = nn.Conv1d(4, 4, 3, padding=1), nn.RNNCell(4, 4)
         self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
 
@@ -67,7 +84,7 @@ def trace(
     dtype: torch.dtype,
     pairs: bool,
     places: Mapping[str, str] | None = None,
-    recurrent: type[nn.RNNBase] = nn.RNN,
+    recurrent: type[nn.Module] = Unrolled,
 ) -> Trace:
     """The model on a device, but modules in ``places`` on others, and its "loss"."""
     torch.manual_seed(0)
@@ -125,7 +142,7 @@ def measures_of(traced: Trace, pairs: bool) -> dict[str, Any]:
     return {"floats": floats, "counts": counts}
 
 
-def of_modules(device: str, dtype: torch.dtype, recurrent: type[nn.RNNBase]) -> dict[str, Any]:
+def of_modules(device: str, dtype: torch.dtype, recurrent: type[nn.Module]) -> dict[str, Any]:
     """What does not depend on whether the cell of a recurrent layer is one operator, as on a GPU,
     or many: the gradient through modules; and of an LSTM, which has the same routes in both, their
     masses and paths.
