@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from backends import ops, plainly
 from test_carry import odd
 from test_maps import apart, maker, whole
@@ -772,3 +773,27 @@ def _numbered(given: Tensor, count: int) -> None:
     assert found is not None
     same(found, table[given].cpu())
     assert found.stride() == table[given].stride() or not found.numel()
+
+
+def scalar_edges(name: str, device: str) -> int:
+    """The pairs of scalars that a loss's operators connect: embeddings and their tied weight, a
+    convolution, a gather of some rows that are summed where they came from, a sparse product.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 6).to(device).requires_grad_()
+    at = torch.tensor([0, 3, 3, 1]).to(device)
+    if name == "gpt2":
+        table = torch.randn(7, 6).to(device).requires_grad_()
+        words = F.embedding(at, table)
+        loss = F.cross_entropy(F.layer_norm(words, (6,)) @ table.T, at)
+    elif name == "conv":
+        weight = torch.randn(3, 4, 3).to(device).requires_grad_()
+        loss = F.avg_pool1d(F.conv1d(x, weight, padding=1), 3, 2).square().mean()
+    elif name == "gather":
+        taken = x[at].cumsum(1)
+        loss = torch.zeros_like(x).index_add(0, at, taken).exp().sum()
+    else:
+        at, size = torch.stack([at, at.flip(0)]), (4, 4)
+        edges = torch.sparse_coo_tensor(at, torch.rand(4).to(device), size, check_invariants=True)
+        loss = torch.sparse.mm(edges.coalesce(), x[:4, 0]).exp().sum()
+    return gradtrace.graph(loss).scalar_edges

@@ -252,6 +252,13 @@ def test_measures(device: str, dtype: torch.dtype, pairs: bool) -> None:
 
 
 @on_a_gpu
+@pytest.mark.parametrize("name", ["gpt2", "conv", "gather", "sparse"])
+def test_pairs_of_scalars_are_counted(name: str) -> None:
+    """``graph.scalar_edges`` counts what the operators connect, wherever their tensors are."""
+    assert devices.scalar_edges(name, "cuda") == devices.scalar_edges(name, "cpu") > 0
+
+
+@on_a_gpu
 @pytest.mark.parametrize("recurrent", [torch.nn.LSTM, torch.nn.GRU])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_measures_of_fused_cells(recurrent: type[torch.nn.RNNBase], dtype: torch.dtype) -> None:

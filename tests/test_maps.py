@@ -397,7 +397,7 @@ def check_routes(m: Map) -> None:
         (3, torch.full_like(counts, 3)),
         (counts.reshape(m.in_shape), counts),
     ):
-        found = m.routes(count)
+        found = m.routes(count, CPU)
         if isinstance(found, Tensor):
             assert tuple(found.shape) == m.out_shape
             found = found.reshape(-1)
@@ -580,7 +580,7 @@ def test_nothing_but_the_sum_of_an_opaque_map_is_known() -> None:
         lambda: m.rows(x.long()),
         lambda: m.best(x),
         lambda: m.apply_in((x,), MAX),
-        lambda: m.routes(1),
+        lambda: m.routes(1, CPU),
     ):
         with pytest.raises(TooLarge, match="see manual"):
             ask()

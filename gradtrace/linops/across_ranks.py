@@ -41,7 +41,7 @@ class RankGather(Map):
     def max_source(self, x: Tensor) -> Tensor:
         return self.layout.gather(x)
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         return self.layout.gather(count) if isinstance(count, Tensor) else count
 
     def copies(self, count: int) -> Map:

@@ -95,14 +95,14 @@ class Map(ABC):
             found.append((taken * weight).sum(1).to(x.dtype))
         return torch.cat(found)
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         """How many routes end at each output element, given how many end at each input element:
         ``Σⱼ [J[i, j] ≠ 0] · count[j]``, where entries are nonzero by structure, not by value. The
         default is for ``unit_weights``.
         """
         if self.full_rows and not isinstance(count, Tensor):
             return count * self.width
-        return self.apply(per_element(count, self.in_shape))
+        return self.apply(per_element(count, self.in_shape, device))
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         """The product in a semiring: ``⊕ⱼ lift(J[i, j]) ⊗ x[j]`` for each output element."""
@@ -283,8 +283,8 @@ def ids_at(ids: Tensor, source: Tensor) -> Tensor:
     return torch.where(source >= 0, ids.reshape(-1)[source.clamp(min=0)], 0)
 
 
-def per_element(count: Count, shape: Shape) -> Tensor:
-    """A count as a tensor with one number for each element."""
+def per_element(count: Count, shape: Shape, device: torch.device) -> Tensor:
+    """A count as a tensor with one number for each element; if it is one already, as it is."""
     if isinstance(count, Tensor):
         return count
-    return torch.full(shape, count, dtype=torch.float64, device="cpu")
+    return torch.full(shape, count, dtype=torch.float64, device=device)

@@ -199,11 +199,11 @@ class Contract(Map):
         most = left.amax(2) if left.shape[2] and left.numel() else left.new_zeros(left.shape[:2])
         return how.back(most.unsqueeze(2).expand(*most.shape, how.size(how.columns)))
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         if not isinstance(count, Tensor):
             how = self.plan()
             return count * how.size("".join({*how.x, *how.w} - {*how.out}))
-        ones = torch.ones((), dtype=torch.float64, device="cpu").expand(self.weight.shape)
+        ones = torch.ones((), dtype=torch.float64, device=count.device).expand(self.weight.shape)
         return torch.einsum(self.spec, count, ones)
 
 

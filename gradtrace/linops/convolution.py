@@ -238,9 +238,9 @@ class Convolve(Map):
         most = x.flatten(1).amax(1)
         return most.reshape(-1, *[1] * (len(self.out_shape) - 1)).expand(self.out_shape)
 
-    def routes(self, count: Count) -> Count:
-        ones = torch.ones(self.other.shape, dtype=torch.float64, device="cpu")
-        return self._apply_with(per_element(count, self.in_shape), ones)
+    def routes(self, count: Count, device: torch.device) -> Count:
+        ones = torch.ones(self.other.shape, dtype=torch.float64, device=device)
+        return self._apply_with(per_element(count, self.in_shape, device), ones)
 
 
 def _has_nonfinite(x: Tensor) -> bool:

@@ -62,7 +62,7 @@ class Dense(Map):
             return x.new_zeros(self.out_shape)
         return ((self.matrix != 0) * flat).amax(1).reshape(self.out_shape)
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         there = (self.matrix != 0).double()
         if isinstance(count, Tensor):
             return (there @ count.reshape(-1)).reshape(self.out_shape)

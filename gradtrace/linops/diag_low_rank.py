@@ -242,7 +242,7 @@ class Normaliser(Map):
         pairs = list(zip(self.left, self.right))
         return Normaliser(self.diagonal, pairs, dims, (count, *self.in_shape))
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         if not isinstance(count, Tensor):
             return count * self.width
         return (count.sum(self.dims, keepdim=True) if self.dims else count).expand(self.out_shape)

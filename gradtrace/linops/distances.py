@@ -85,7 +85,7 @@ class Distances(BlockDiagonal):
         most = x.amax(-1, keepdim=True) if m else x.new_zeros(*x.shape[:-1], 1)
         return most.expand(*x.shape[:-1], k).reshape(self.out_shape)
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         if not isinstance(count, Tensor):
             return count * self.width
         return count.sum(-1, keepdim=True).expand(self.out_shape)

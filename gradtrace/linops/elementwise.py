@@ -74,5 +74,5 @@ class Scale(Map):
     def copies(self, count: int) -> Map | None:
         return Scale(self.weight, (count, *self.in_shape))
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         return count

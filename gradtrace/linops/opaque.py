@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gradtrace.errors import TooLarge
@@ -32,7 +33,7 @@ class Opaque(Map):
     def rows(self, at: Tensor) -> Rows:
         raise TooLarge(self.reason)
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         raise TooLarge(self.reason)
 
     def max_source(self, x: Tensor) -> Tensor:

@@ -106,9 +106,12 @@ class SideBySide(BlockDiagonal):
     def max_source(self, x: Tensor) -> Tensor:
         return self._joined([m.max_source(part) for m, part in zip(self.maps, x)])
 
-    def routes(self, count: Count) -> Count:
+    def routes(self, count: Count, device: torch.device) -> Count:
         parts = count if isinstance(count, Tensor) else [count] * len(self.maps)
-        found = [per_element(m.routes(part), m.out_shape) for m, part in zip(self.maps, parts)]
+        found = [
+            per_element(m.routes(part, device), m.out_shape, device)
+            for m, part in zip(self.maps, parts)
+        ]
         return self._joined([part.double() for part in found])
 
     @property

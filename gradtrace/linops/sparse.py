@@ -195,9 +195,7 @@ class Sparse(Map):
         out = taken.new_zeros(planes, blocks * rows, inner).scatter_reduce(1, target, taken, "amax")
         return out.reshape(planes, blocks, rows, inner).transpose(0, 1).reshape(self.out_shape)
 
-    def routes(self, count: Count) -> Count:
-        ones = torch.ones(self.weight.shape, dtype=torch.float64, device="cpu")
-        there = Sparse(
-            self.starts.cpu(), self.source.cpu(), ones, self.in_shape, self.out_shape, self.around
-        )
-        return there.apply(per_element(count, self.in_shape).double())
+    def routes(self, count: Count, device: torch.device) -> Count:
+        ones = torch.ones(self.weight.shape, dtype=torch.float64, device=device)
+        there = Sparse(self.starts, self.source, ones, self.in_shape, self.out_shape, self.around)
+        return there.apply(per_element(count, self.in_shape, device).double())
