@@ -19,6 +19,11 @@ components of a network, where larger ones hold smaller ones.
 
 Seeds: one for each architecture of a kind, of its plan, weights, teacher, batches and samples; by
 default 50.
+
+Limits: Networks are small, one teacher each, trained on one kind of task. A larger side does more
+and has more paths, so influence and size tell much the same; where sides are of equal size, little
+can be told. A component removed from the first step on is another question than one removed at the
+end, which the table has beside it.
 """
 
 from __future__ import annotations

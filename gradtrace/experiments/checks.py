@@ -18,6 +18,10 @@ Method: The slides' ``sin(5·exp(x))`` at 20 points, and the loss of a tanh netw
 
 Seeds: Weights, data and points come from generators seeded by the cell. Times are of this machine;
     nothing that is asserted depends on them.
+
+Limits: Two smooth functions, at few points; where a function has kinks or is very steep the best
+    step is another. Times are of one machine, and ``gt.check`` samples: it can miss a wrong element
+    among many.
 """
 
 from __future__ import annotations
@@ -59,14 +63,20 @@ def measure(cell: Cell, tick: Tick) -> Result:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
+    """The answer in a sentence; what is counted does not depend on seeds."""
     curves, costs = facts.get("differences", {}), facts.get("costs", {})
     bowls = sum(curve["u"] for curve in curves.values())
-    parts = [f"{bowls} of {len(curves)} curves of error over step are U-shaped"] if curves else []
+    parts = []
+    if curves:
+        parts.append(
+            "a gradient by differences is best at one step, worse at larger and at smaller ones "
+            f"(so in {bowls} of {len(curves)} curves)"
+        )
     if check := costs.get("check"):
         d = max(check, key=int)
-        parts.append(f"gt.check needs {check[d]:,} evaluations for {int(d):,} parameters")
-    return f"{'; '.join(parts) or 'Formulas alone were checked'}."
+        parts.append(f"gt.check needs {check[d]:,g} evaluations for {int(d):,} parameters")
+    text = "; ".join(parts) or "formulas alone were checked"
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

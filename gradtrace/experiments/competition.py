@@ -7,19 +7,29 @@ task without it? And does it do so better than scores that need no tracing?
 Expectation: The chapter (1.3) expects that the loss of performance is in proportion to the
 influence of what was removed: the most influential first, then the second, and so on.
 
-Method: Train the network on language modelling (copy, Dyck words, counting, and words of a text);
-at several steps trace the loss of single samples by both rules, and take each component's share of
-the paths of the embedding's elements. Train it anew without each component, and without each two:
-the same initial weights and batches for the rest, the average over the rest. Samples to target
-are those until the evaluation loss first is as low as the target: 90% of the way, on a logarithmic
-scale, from the first loss of the full network to the lowest of the first half of its budget. A
-network that does not get there within the budget is censored: it counts as one that gets there at
-the end of it, so that all such are tied, and dearer than any that gets there. Beside it the final
-loss, and the loss of the trained network at once with the component's output set to zero.
-Baselines: the norm of the gradient of the component's parameters, Σ |weight · gradient|, their
-number, and a random score, from the same samples.
+Method: Train the network on language modelling (copy, Dyck words, counting, and words of a text;
+that alone where a text is given). At six steps, spread over the whole budget of training, trace the
+loss of single samples by both rules, and take each component's share of the paths of the
+embedding's elements. Train it anew without each component, and without each two: the same initial
+weights and batches for the rest, the average over the rest. Samples to target are those until the
+evaluation loss first is as low as the target: 90% of the way, on a logarithmic scale, from the
+first loss of the full network to the lowest of the first half of its budget. A network that does
+not get there within the budget is censored: it counts as one that gets there at the end of it, so
+that all such are tied, and dearer than any that gets there. Beside it the final loss, and the loss
+of the trained network at once with the component's output set to zero. Baselines: the norm of the
+gradient of the component's parameters, Σ |weight · gradient|, their number, and a random score,
+from the same samples.
 
 Seeds: one for each task and repetition, of weights, batches and samples; by default 10.
+
+Limits: Tasks are four (one where a text is given), so that nothing can be said of tasks in general:
+intervals of the tables draw networks, and only the verdict draws tasks. Traces are taken at six
+steps spread over the whole budget, and targets were mostly reached between the first and the
+second, so the mean is of networks that have learned already. The three components hand back
+gradient of different size from the start (1 : 1/2 : 1/4), which influence sees whatever the task
+is. No component was necessary: half of the costs are below 0.15 doublings. Even true ablation of
+the trained network goes only weakly with the cost of training without the component.
+``planted-competition`` was designed to mend these.
 
 For components and data of your own see docs/competition.md; ``compete`` takes them as they are.
 """

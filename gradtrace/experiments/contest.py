@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isfinite, log2
+from math import isfinite, log2, nan
 from typing import Any
 
 from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
-from gradtrace.experiments.harness.statistics import Interval
+from gradtrace.experiments.harness.statistics import Interval, with_interval
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -26,6 +26,7 @@ from gradtrace.experiments.rivals import (
     numbers,
     stated,
     task_verdict,
+    verdict,
 )
 
 HALF = 0.5
@@ -148,34 +149,32 @@ def trials(rows: Sequence[Row]) -> list[Trial]:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence: of tasks like these, not of these alone."""
-    found = {
-        name: Interval(*(inf if x is None else x for x in row))
-        for name, row in facts["over tasks"].items()
-    }
-    return f"{_answer(found, facts['tasks'])}."
+    """The answer in a sentence: of tasks like these, not of these alone."""
+    found = facts["over tasks"][RULES["greedy"]]
+    if facts["tasks"] < 2:
+        found = [found[0], None, None]  # one task cannot be drawn again
+    scale = f"by rank, 0 is chance and 1 perfect: {with_interval(found)}"
+    if facts["tasks"] < FEWEST:
+        return (
+            f"{counted(facts['tasks'], 'task')} too few to tell whether the component with more "
+            f"influence is the one that a network needs more ({scale})."
+        )
+    word = verdict(Interval(*(nan if x is None else x for x in found)), int(facts["tasks"]))
+    return (
+        f"Whether the component with more influence is the one that a network needs more: "
+        f"influence {word} it ({scale})."
+    )
 
 
 def _answer(found: Mapping[str, Interval], tasks: float) -> str:
     """What the rank correlations let one say, tasks drawn."""
     if tasks < FEWEST:
-        told = [f"{name} {_told(each)}" for name, each in found.items()]
-        return (
-            f"{counted(tasks, 'task')} too few to tell whether influence predicts {WHAT} "
-            f"(rank correlations: {', '.join(told)})"
-        )
+        return f"{counted(tasks, 'task')} too few to tell whether influence predicts {WHAT}"
     rules = [
         stated(f"influence by {rule}", found[name], int(tasks), "tasks")
         for rule, name in RULES.items()
     ]
     return f"Does influence predict {WHAT}: {'; '.join(rules)}"
-
-
-def _told(interval: Interval) -> str:
-    """With its interval, if there are tasks to draw."""
-    known = -1 < interval.low <= interval.high < 1
-    ends = f" [{interval.low:.2f}, {interval.high:.2f}]" if known else ""
-    return f"{interval.value:.2f}{ends}" if isfinite(interval.value) else "unknown"
 
 
 def _over_tasks(networks: Sequence[Network]) -> dict[str, Interval]:

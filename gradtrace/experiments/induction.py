@@ -63,6 +63,7 @@ from gradtrace.experiments.harness.statistics import (
     percentiles,
     ranks,
     resample,
+    with_interval,
 )
 from gradtrace.experiments.induction_network import (
     PORTS,
@@ -275,13 +276,13 @@ def agreement(truth: Mapping[str, float], said: Mapping[str, float]) -> dict[str
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
-    heads, pairs = facts["best"]["heads"], facts["best"]["pairs"]
+    """The answer in a sentence."""
+    heads, worse = facts["best"]["heads"], len(facts["worse"]["heads"])
     return (
-        f"In {facts['networks']} small networks, of which {facts['formed']} learned to copy "
-        f"repeated text, our best measure agrees with what removing a head costs to "
-        f"{_told(heads['ours'])} (1 is perfect), the best simple one to {_told(heads['theirs'])}; "
-        f"for pairs of heads it is {_told(pairs['ours'])} against {_told(pairs['theirs'])}."
+        f"Which attention heads a small network cannot spare, our best measure tells to "
+        f"{with_interval(heads['ours'])} (1 is perfect) and the best score that needs no tracing "
+        f"to {with_interval(heads['theirs'])}; {worse:g} of our {len(MEASURES)} measures are "
+        f"surely worse than that."
     )
 
 

@@ -12,6 +12,10 @@ garbage collector, which could be the cause. Weights are orthogonal: PyTorch's d
 gradient vanish within 200 layers, and to compare zeros with zeros would prove nothing.
 
 Seeds: Of weights, input and target; times of all seeds are taken together.
+
+Limits: Networks are chains of small layers on one sample, where what is paid for each operator
+outweighs arithmetic; on wide layers the ratios to PyTorch's time are others (docs/benchmarks.md).
+Times are of one machine and one thread, and seeds are few.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ from gradtrace.experiments.harness.interleaved_timing import (
     linear_fit,
     quotient,
 )
+from gradtrace.experiments.harness.statistics import Interval, student, with_interval
 
 QUICK = {"layers": [1, 10, 30, 100, 200, 300], "rounds": 3}
 FULL = {"layers": [1, *range(25, 1001, 25)], "rounds": 9}
@@ -209,12 +214,16 @@ def _limit(calls: int) -> Iterator[None]:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
-    least = min(facts["r2"].values())
-    words = "linear" if least >= 0.99 else "not a plain line"
-    traced = facts["ratio"].get("influence")
-    beside = f", and an influence trace takes {traced:.1f} times as long" if traced else ""
-    return f"The time of a backward pass is {words} in depth (R² of at least {least:.3f}){beside}."
+    """The answer in a sentence."""
+    known = [x for x in facts["r2"].values() if x is not None]
+    least = min(known, default=0.0)
+    grows = "grows in proportion to" if least >= LINEAR else "does not grow in plain proportion to"
+    traced = facts["ratio_by_seed"][INFLUENCE]
+    return (
+        f"The time of a backward pass {grows} the number of layers, whichever engine does it (a "
+        f"line explains {least:.1%} of it or more); an influence trace takes "
+        f"{with_interval(traced, '.1f')} times as long as PyTorch's pass."
+    )
 
 
 def conclude(rows: Sequence[Row]) -> Findings:
@@ -233,6 +242,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         "smallest_gradient": min(row.result["gradient"] for row in rows),
         "r2": {way: fit.r2 for way, fit in fits.items()},
         "ratio": ratios,
+        "ratio_by_seed": {way: list(_ratio(rows, way)) for way in WAYS},
         "spikes": {way: _spikes(depths, means[way]) for way in WAYS},
         "spikes_of_best": {way: _spikes(depths, best[way]) for way in WAYS},
         "refused_from": min(refused, default=None),
@@ -248,6 +258,20 @@ def conclude(rows: Sequence[Row]) -> Findings:
 def _sizes(rows: Sequence[Row]) -> dict[int, int]:
     """|V'| + |E'| by depth."""
     return {r.cell["layers"]: r.result["vertices"] + r.result["edges"] for r in rows}
+
+
+def _ratio(rows: Sequence[Row], way: str) -> Interval:
+    """A way's slope over PyTorch's, with Student's interval over seeds."""
+    found = []
+    for seed in sorted({row.cell["seed"] for row in rows}):
+        some = [row for row in rows if row.cell["seed"] == seed]
+        depths = [row.cell["layers"] for row in some]
+        slopes = [
+            linear_fit(depths, [min(row.result["seconds"][each]) for row in some]).slope
+            for each in (way, PYTORCH)
+        ]
+        found.append(quotient(*slopes))
+    return student(found)
 
 
 def _pooled(rows: Sequence[Row], layers: int, way: str) -> list[float]:

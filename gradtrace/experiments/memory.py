@@ -16,6 +16,9 @@ kernels of an influence pass make no tensors; so that, and the others for compar
 by the system too, in a process of their own.
 
 Seeds: The seed says weights and inputs; counts do not depend on it, and one is enough.
+
+Limits: Counts are of plain chains of equal layers and hold for PyTorch's allocator on a CPU; what
+the system reports beside them varies by pages. Nothing is drawn, so there are no intervals.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from gradtrace.experiments.harness.findings import (
 from gradtrace.experiments.harness.interleaved_timing import linear_fit
 from gradtrace.experiments.harness.live_bytes import LiveBytes, tensors_alive
 from gradtrace.experiments.harness.peak_memory import apart, beyond
+from gradtrace.experiments.rivals import listed
 
 QUICK = {
     "width": 32,
@@ -64,6 +68,7 @@ FULL = {
 SEEDS = Seeds(quick=1, full=1)
 TIMED = False
 FIGURE = "memory-depth"
+TABLE = "Additional memory over the model's, by batch; the slides say 2"
 
 FUNCTIONS: Mapping[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
@@ -272,13 +277,20 @@ def _passes(model: Deep, x: Tensor) -> dict[str, float]:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
-    whole = "exactly" if facts["activations_linear"] else "not exactly"
-    parted = "exactly" if facts["checkpointed_linear_in_parts"] else "not exactly"
+    """The answer in a sentence; counts of bytes, which no draw changes."""
+    whole = "in" if facts["activations_linear"] else "not quite in"
+    parted = "in" if facts["checkpointed_linear_in_parts"] else "not quite in"
+    held = facts["rule_holds"]
+    rule = f"batches of {listed([str(each) for each in held])}" if held else "no batch"
     return (
-        f"Activations are {whole} linear in depth, with checkpoints {parted} linear in its root, "
-        f"and their gradients differ by {facts['largest_difference']:.1g} at most."
+        f"Activations take memory {whole} proportion to depth, with checkpoints {parted} "
+        f"proportion to its square root, and the gradient {_stays(facts['largest_difference'])}; "
+        f"that training takes twice the model's memory holds for {rule} only."
     )
+
+
+def _stays(difference: float) -> str:
+    return "stays the same" if difference == 0 else f"changes by {difference:.1g} at most"
 
 
 def conclude(rows: Sequence[Row]) -> Findings:
@@ -340,6 +352,7 @@ def _facts(rows: list[Row], groups: Mapping[str, list[Row]]) -> dict[str, Any]:
             r.result["gradients"] == r.result["model"] for r in rows
         ),
         "trace_linear": _linear(plain, "depth", "trace"),
+        "rule_holds": [row.cell["batch"] for row in _near(groups["batch"])],
         "trace_with_checkpoints_is_the_same_in_all": all(
             _whole(a) == _whole(b) for a, b in zip(plain, parted)
         ),
@@ -402,11 +415,16 @@ def _same(difference: float) -> str:
     return f"they differ by {difference:.1g} of the largest element at most"
 
 
+def _near(rows: list[Row]) -> list[Row]:
+    """Where the slides' rule holds."""
+    return [row for row in rows if abs(_ratio(row, "peak_added") - RULE) <= NEAR * RULE]
+
+
 def _on_rule(rows: list[Row]) -> str:
     if not rows:
         return ""
     ratios = [_ratio(row, "peak_added") for row in rows]
-    near = [r for r, ratio in zip(rows, ratios) if abs(ratio - RULE) <= NEAR * RULE]
+    near = _near(rows)
     text = (
         f"Training takes {min(ratios):.1f} to {max(ratios):.1f} times the model beyond it, over "
         f"batches of {rows[0].cell['batch']} to {rows[-1].cell['batch']} samples on "

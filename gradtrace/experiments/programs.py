@@ -17,6 +17,11 @@ Method: One part for each claim, in ``gradtrace.experiments.lecture``; each comp
 
 Seeds: Each part draws its data, starts and batches from generators seeded by the cell; the worked
     examples and the chains of diamonds have no randomness. Rows are one part's setting and a seed.
+
+Limits: Programs are tiny, so that closed forms and derivatives by hand exist; nothing is said of
+    large networks. What is exact has no interval; shares of random starts and noise of batches are
+    of few seeds. The lecture's remarks on batch normalisation, parallel execution and
+    initialisation from priors are in ``variations``.
 """
 
 from __future__ import annotations
@@ -98,6 +103,7 @@ FULL: dict[str, Any] = {
 SEEDS = Seeds(quick=1, full=5)
 TIMED = False
 FIGURE = "paths"
+TABLE = "Programs: sum over paths, derivative by hand, and fit"
 
 
 def cells(settings: Mapping[str, Any], seeds: int) -> list[Cell]:
@@ -112,14 +118,21 @@ def measure(cell: Cell, tick: Tick) -> Result:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
+    """The answer in a sentence; nothing of it is drawn."""
     parts = []
     if worked := facts.get("worked"):
         right = worked["values"] - len(worked["wrong"])
-        parts.append(f"{right} of {worked['values']} worked examples are reproduced")
+        parts.append(
+            f"{right:g} of {worked['values']:g} worked examples of the lecture, the slides and the "
+            "note come out as printed"
+        )
     if summed := facts.get("structures"):
-        parts.append(f"listed paths add up to the gradient within {summed['summed']:.0e}")
-    return f"{' and '.join(parts).capitalize() or 'What was asked for has no worked example'}."
+        parts.append(
+            "added up path by path, the gradient of a program is that of back-propagation, to "
+            f"{summed['summed']:.0e}"
+        )
+    text = "; ".join(parts) or "what was asked for has no worked example"
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

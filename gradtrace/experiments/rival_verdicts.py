@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
-from gradtrace.experiments.harness.statistics import Floats, Interval, percentiles
+from gradtrace.experiments.harness.statistics import Floats, Interval, percentiles, with_interval
 from gradtrace.experiments.planted_scores import BASELINES
 from gradtrace.experiments.rivals import listed
 
@@ -313,12 +313,12 @@ def _numbers(interval: Interval) -> list[float | None]:
 
 
 BESIDE = {
-    "better": "better than it",
-    "worse": "worse than it",
-    "equivalent": "as good as it",
-    "better, but equivalent": "better than it, by too little to matter",
-    "worse, but equivalent": "worse than it, by too little to matter",
-    "cannot tell": "not told apart from it",
+    "better": "influence is better",
+    "worse": "influence is worse",
+    "equivalent": "influence is as good",
+    "better, but equivalent": "influence is better, by too little to matter",
+    "worse, but equivalent": "influence is worse, by too little to matter",
+    "cannot tell": "whether influence is as good cannot be told",
 }
 """Verdicts beside Taylor, in words."""
 
@@ -333,14 +333,10 @@ def headline(facts: Mapping[str, Any]) -> str:
     beside = BESIDE[facts["verdicts"]["loss"]["greedy"][1]]
     return (
         "Of two components of a network, the one with more influence during training is the one "
-        f"that it can spare less in {_percent(greedy)} of cases (a guess: 50%); a Taylor score, "
-        f"which needs no tracing, is right in {_percent(taylor)}, so influence is {beside}."
+        f"that it can spare less in {with_interval(greedy, percent=True)} of cases, where a guess "
+        f"is right in 50%. A Taylor score, which needs no tracing, is right in "
+        f"{with_interval(taylor, percent=True)}: {beside}."
     )
-
-
-def _percent(numbers: Sequence[float | None]) -> str:
-    value, low, high = (round(100 * (x or 0.0)) for x in numbers)
-    return f"{value}% [{low}, {high}]"
 
 
 def _told(interval: Interval) -> str:
@@ -368,14 +364,15 @@ def _sentence(found: Contests, said: Mapping[tuple[str, str], Verdict]) -> str:
             f"Taylor {_told(taylor)}, mean ablation on other samples {_told(top)}"
         )
     counts = [
-        f"{title}: {_counted([v for (_, e), v in said.items() if e == end])}"
+        f"Of our {len(MEASURES)} measures, by {title}: "
+        f"{_counted([v for (_, e), v in said.items() if e == end])}."
         for end, title in ENDPOINTS.items()
         if any(e == end for _, e in said)
     ]
     before = _told(found.share(("greedy", "loss", "untrained")))
     return (
         f"{about} {'. '.join(parts)}. Before training, greedy has {before} (loss at once). "
-        f"Verdicts on our {len(MEASURES)} measures: {'; '.join(counts)}."
+        f"{' '.join(counts)}"
     )
 
 
@@ -386,9 +383,9 @@ def _counted(said: Sequence[Verdict]) -> str:
         ("alone", [v.chance for v in said]),
         ("beside Taylor", [v.taylor for v in said]),
     ):
-        counts = [f"{word!r} × {every.count(word)}" for word in dict.fromkeys(sorted(every))]
+        counts = [f"{every.count(word)} {word!r}" for word in dict.fromkeys(sorted(every))]
         words.append(f"{title} {listed(counts)}")
-    return ", ".join(words)
+    return "; ".join(words)
 
 
 # Tables -------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def sentence(networks: Networks, cost: str, what: str) -> str:
 
 
 def headline(facts: Mapping[str, Any], what: str) -> str:
-    """The verdict on both rules in a sentence, and the best baseline.
+    """The verdict on the better rule in a sentence, and the best baseline.
 
     >>> headline({"networks": 2, "correlations": {"samples": {}}}, "the cost")
     '2 networks are too few to tell whether influence predicts the cost.'
@@ -224,11 +224,13 @@ def headline(facts: Mapping[str, Any], what: str) -> str:
     n = facts["networks"]
     if n < FEWEST:
         return f"{counted(n)} too few to tell whether influence predicts {what}."
-    rules = [stated(f"influence by {rule}", found[name], n) for rule, name in RULES.items()]
-    best = max(BASELINES, key=lambda name: found[name].value)
+    ours, best = (
+        max(some, key=lambda name: found[name].value) for some in (RULES.values(), BASELINES)
+    )
+    word = verdict(found[ours], n).replace("cannot tell", "cannot be told to predict")
     return (
-        f"Does influence predict {what}: {'; '.join(rules)}; the best baseline, {best}, has "
-        f"{found[best]}."
+        f"Influence {word} {what}: by rank it agrees to {found[ours]}, where 0 is chance and 1 "
+        f"perfect; the best score that needs no tracing, {best}, agrees to {found[best]}."
     )
 
 

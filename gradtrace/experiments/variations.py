@@ -17,6 +17,9 @@ Method: One part for each, in ``gradtrace.experiments.lecture``, compared with a
     which no network of the first quick run learned, with or without normalisation.
 
 Seeds: Data, starts, orders and random programs are drawn from generators seeded by the cell.
+
+Limits: Problems are small, and chosen so that a closed form tells what should come out; a deep
+    network need not behave so. Steps of workers are counted, not timed.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any, cast
 
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.harness.parts import ResultPart, all_cells, all_findings
+from gradtrace.experiments.harness.statistics import with_interval
 from gradtrace.experiments.lecture import dataflow, priors, valleys
 
 PARTS = cast(dict[str, ResultPart], {"valleys": valleys, "dataflow": dataflow, "priors": priors})
@@ -62,23 +66,25 @@ def measure(cell: Cell, tick: Tick) -> Result:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
+    """The answer in a sentence."""
     parts = []
     if found := facts.get("valleys"):
-        along, across = (found["saved"][name][0] for name in ("axes", "turned"))
-        if along and across:
+        along, across = (found["saved"][name] for name in ("axes", "turned"))
+        if along[0] and across[0]:
             parts.append(
-                f"batch normalisation saves {1 - 1 / along:.0%} of the updates in a valley along "
-                f"the features and {1 - 1 / across:.0%} in one across them"
+                f"batch normalisation needs {with_interval(along, '.0f')} times fewer updates in a "
+                f"valley along the features, {with_interval(across, '.1f')} times in one across"
             )
     if found := facts.get("dataflow"):
-        same = "the same values" if not found["different"] else "values that differ"
-        parts.append(f"{found['executions']:,} orders of execution give {same}")
+        same = "no value" if not found["different"] else "values"
+        parts.append(f"the order of execution changes {same}")
     if found := facts.get("priors", {}).get("arrived"):
-        nothing, near = found["nothing known"][0], found["near the truth"][0]
-        if nothing is not None and near is not None:
-            parts.append(f"a good first guess finds the best minimum in {near:.0%} of runs, a "
-                         f"blind one in {nothing:.0%}")  # fmt: skip
+        blind, near = found["nothing known"], found["near the truth"][:1]
+        if blind[0] is not None:
+            parts.append(
+                f"a blind start finds the best minimum in {with_interval(blind, percent=True)} of "
+                f"runs, one near the truth in {with_interval(near, percent=True)}"
+            )
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:] or 'Nothing was measured'}."
 

@@ -543,7 +543,13 @@ def _grid(table: Mapping[str, Any]) -> None:
 
 
 RESULTS = including(
-    {"name": maybe(text()), "command": maybe(text()), "headline": text(), "figure": text()},
+    {
+        "name": maybe(text()),
+        "command": maybe(text()),
+        "headline": text(),
+        "figure": text(),
+        "table": text(),
+    },
     schema=integer(),
     experiment=text(),
     form=text(),

@@ -90,7 +90,7 @@ def made(time: Any) -> list[Row]:
 
 def test_times_that_follow_the_size_are_called_linear() -> None:
     findings = branches.conclude(made(lambda size, _: 1e-3 + 1e-9 * size))
-    assert findings.sentence.count("all are linear") == 2 and "not" not in findings.sentence
+    assert findings.sentence.count("all times are lines") == 2 and "not" not in findings.sentence
     slopes = [row[3] for row in findings.tables[0].rows]
     assert slopes == pytest.approx([1.0] * 8)
     assert all(r2 == pytest.approx(1) for r2 in findings.facts["r2"].values())
@@ -98,8 +98,8 @@ def test_times_that_follow_the_size_are_called_linear() -> None:
 
 def test_times_that_follow_the_operators_are_not() -> None:
     findings = branches.conclude(made(lambda _, operators: 1e-3 * operators))
-    assert "none reaches 0.99" in findings.sentence
-    assert "The number of operators says more" in findings.sentence
+    assert "no way's R² reaches 0.99" in findings.sentence
+    assert "The number of operators explains more" in findings.sentence
     assert "linear" not in findings.sentence
 
 

@@ -186,7 +186,7 @@ def test_conclusions(rows: list[Row]) -> None:
     assert found.facts["claims"]["fused"]["both"] == 0 and found.facts["agree"]["fused"] == 0
     assert "opened operators name the branch of path patching more often" in found.sentence
     assert "opened less fused is 0.25 [0.25, 0.25]" in found.sentence
-    assert "3 opened by gradtrace, 0 fused" in experiment.headline(found.facts)
+    assert "in 0 cut as PyTorch does" in experiment.headline(found.facts)
     many = found.facts["patched"]["first"] | {"query": 20}
     assert experiment.stands(many, "query", 20) == "stands"
     assert experiment.stands(many, "skip", 20) == "does not stand"

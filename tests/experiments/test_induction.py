@@ -310,8 +310,8 @@ def test_findings(rows: list[Row]) -> None:
     assert induction.conclude(rows[::-1]) == found
     assert found.sentence.startswith("0 of 2 networks") and "too few" in found.sentence
     said = results.lead(induction, results.found(found, "induction"))["headline"]
-    assert said.startswith("In 2 small networks, of which 0") and len(said) < 320
-    assert said == results.first_sentence(said)
+    assert "our best measure tells to" in said and len(said) < 320
+    assert len(results.sentences(said)) == 1
     assert induction.conclude([]).sentence.startswith("No network")
 
 

@@ -124,7 +124,7 @@ def test_distances_from_the_published_means(rows: list[Row]) -> None:
     assert found.facts["apart"] == {"4": 0.0, "32": 0.0}
     assert "2 of 2 means are within 0.15 nats of theirs, 2 with their whole" in found.sentence
     assert "networks give the published numbers" in found.sentence
-    assert "2 of 2 means" in experiment.headline(found.facts)
+    assert "2 of their 2 mean entropies" in experiment.headline(found.facts)
 
 
 @degenerate.every

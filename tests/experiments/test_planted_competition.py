@@ -266,9 +266,9 @@ def test_networks_without_a_component_that_never_get_there_count_with_the_budget
 
 def test_the_sentence_follows_the_numbers() -> None:
     worse = rival_verdicts.conclude(made(12, {"greedy": 0.3, TAYLOR: 1.0}))
-    assert "so influence is worse than it." in rival_verdicts.headline(worse.facts)
+    assert ": influence is worse." in rival_verdicts.headline(worse.facts)
     better = rival_verdicts.conclude(made(12, {"greedy": 1.0}))
-    assert "so influence is better than it." in rival_verdicts.headline(better.facts)
+    assert ": influence is better." in rival_verdicts.headline(better.facts)
     assert "too few" in rival_verdicts.headline(rival_verdicts.conclude(made(2, {})).facts)
     shares = better.facts["pairs in order"]["loss"]
     assert shares["greedy"][0] == shares[CEILING][0] == 1.0

@@ -1,4 +1,4 @@
-"""The page of every experiment leads with one sentence, made of its results, and one figure."""
+"""The page of every experiment: answer, figure, table, findings, method, limits, in this order."""
 
 from __future__ import annotations
 
@@ -36,10 +36,23 @@ def test_the_sentence_is_made_of_the_results(name: str) -> None:
     data = stored(name)
     wanted = results.lead(module_of(data), data)
     assert {key: data[key] for key in wanted} == wanted
-    assert results.first_sentence(data["headline"]) == data["headline"]  # one only
+    assert len(results.sentences(data["headline"])) <= 2
     assert data["headline"].endswith(".") and 40 < len(data["headline"]) < 320
+    assert numbers(data["headline"]) <= 5  # a layman reads it
     assert data["figure"] in [plot["name"] for plot in data["plots"]]
     assert data["figure"] == getattr(module_of(data), "FIGURE", data["figure"])
+
+
+def numbers(text: str) -> int:
+    """How many there are; one with its interval is one."""
+    return len(re.findall(r"(?<![\w.])[-+]?\d[\d,.]*", re.sub(r"\[[^\]]*\]", "", text)))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_no_finding_is_a_wall_of_numbers(name: str) -> None:
+    """What has many numbers is a table."""
+    for point in results.sentences(stored(name)["sentence"]):
+        assert numbers(point) <= 10 and len(point) < 480, point
 
 
 NUMBERED = re.compile(r"[Ss]ource \d|\(0\d\d\)")
@@ -77,22 +90,34 @@ def _changed(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_pages_lead_with_both(name: str) -> None:
+def test_a_page_has_its_parts_in_order(name: str) -> None:
     data = stored(name)
-    lines = [line for line in (DOCS / f"{name}.md").read_text().split("\n") if line]
+    text = (DOCS / f"{name}.md").read_text()
+    lines = [line for line in text.split("\n") if line]
     assert lines[1] == "> " + page._quiet(data["headline"])
-    assert re.fullmatch(r"!\[.+\]\(\S+\.png\)", lines[2]) and lines[3] == "## In full"
-    figure = re.search(r"\(([^()\s]+)\)$", lines[2])
-    assert figure and (DOCS / figure[1]).exists()
-    assert sum(figure[1] in line for line in lines) == 1
-    assert page.markdown(data, {}).count(page._quiet(data["headline"])) >= 1
+    figure = re.fullmatch(r"!\[.+\]\((\S+\.png)\)", lines[2])
+    assert figure and (DOCS / figure[1]).exists() and text.count(figure[1]) == 1
+    assert lines[3] == f"## {page._quiet(data['table'])}" and lines[4].startswith("| ")
+    titles = [line for line in lines if line.startswith("## ")][1:]
+    first = ["## In full", "## Method", "## Limits"]
+    assert titles[: len(first)] == first and titles[-1] == "## How it was run"
+    assert len(titles) == len(set(titles))
+    assert "\\*" not in text  # nobody meant to write an asterisk
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_of_its_own_has_them_too(name: str) -> None:
+    data = stored(name)
     whole = page.alone(data, {plot["name"]: b"png" for plot in data["plots"]})
     title = next(plot["title"] for plot in data["plots"] if plot["name"] == data["figure"])
-    places = [
-        whole.index(part)
-        for part in ('<p class="found">', f'alt="{page.escape(title)}"', "In full", "Question")
-    ]
+    parts = ('<p class="found">', f'alt="{page.escape(title)}"', f"<h3>{_html(data['table'])}</h3>",
+             "In full", "Question", "<h2>Limits", "How it was run")  # fmt: skip
+    places = [whole.index(part) for part in parts]
     assert places == sorted(places)
+
+
+def _html(text: str) -> str:
+    return page._inline(text)
 
 
 def test_the_list_has_the_sentences() -> None:
@@ -104,12 +129,30 @@ def test_the_list_has_the_sentences() -> None:
 
 def test_results_of_older_versions_and_of_others_lead_with_what_they_have() -> None:
     data = copy.deepcopy(stored("layers"))
-    del data["headline"], data["figure"]
+    for part in ("headline", "figure", "table"):
+        del data[part]
     lines = page.markdown(data, {plot["name"]: "a.png" for plot in data["plots"]}).split("\n")
-    assert lines[2] == "> " + page._quiet(results.first_sentence(data["sentence"]))
+    assert lines[2] == "> " + page._quiet(results.sentences(data["sentence"])[0])
     assert lines[4].startswith("![")
-    bare = data | {"plots": [], "drawings": {}, "sentence": "Nothing was measured. So be it."}
+    bare = data | {
+        "plots": [],
+        "tables": [],
+        "drawings": {},
+        "sentence": "Nothing was measured. So be it.",
+    }
     assert results.lead(import_module(EXPERIMENTS["layers"]), bare) == {
         "headline": "Nothing was measured.",
         "figure": "",
+        "table": "",
     }
+
+
+def test_the_readme_says_of_validity_what_the_list_says() -> None:
+    """Word by word: the one honest line is that of planted-competition."""
+    listed = next(
+        line.partition("): ")[2]
+        for line in (DOCS / "index.md").read_text().split("\n")
+        if line.startswith("- [planted-competition]")
+    )
+    told = " ".join((DOCS.parents[1] / "README.md").read_text().split())
+    assert re.sub(r"\\(.)", r"\1", listed) in told

@@ -25,7 +25,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.loading import ExperimentSource, load
 
 START = "measure"
-TELLS = ("conclude", "headline", "FIGURE")
+TELLS = ("conclude", "headline", "FIGURE", "TABLE")
 """The names of a module that make its page out of rows."""
 
 ALL = "*"

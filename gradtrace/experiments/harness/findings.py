@@ -9,17 +9,18 @@ An experiment is a module with these names; the first four paragraphs of its doc
     TIMED = False                                # True: nothing else may run beside a cell
 
     FIGURE = "times"                             # the plot that the page leads with
+    TABLE = "Times by depth"                     # and the table, by its title
 
     def cells(settings, seeds): ...  # list of JSON objects, each an independent piece of work
     def measure(cell, tick): ...     # a JSON object: what was measured of one cell
     def conclude(rows): ...          # Findings, from rows {"cell": ..., "result": ...}
-    def headline(facts): ...         # the result in one sentence, from the facts of its Findings
+    def headline(facts): ...         # the answer in a sentence or two, from facts of its Findings
 
 ``cells`` is deterministic, and a cell contains everything that ``measure`` needs: it is measured in
 any process, in any order, and a result in the journal is not measured again. ``measure`` takes all
 its random numbers from seeds in the cell, and calls ``tick(text)`` to report progress. ``conclude``
 needs no torch, and does not depend on the order of rows. Without a ``headline`` the page leads with
-the first sentence of the findings, without a ``FIGURE`` with the first plot.
+the first sentence of the findings, without a ``FIGURE`` or ``TABLE`` with the first plot or table.
 """
 
 from __future__ import annotations

@@ -10,13 +10,22 @@ from string import Template
 from typing import Any
 
 from gradtrace.experiments.harness.published_rows import FILE as ROWS
-from gradtrace.experiments.harness.results import facts, lead, name, numeric, told
+from gradtrace.experiments.harness.results import (
+    facts,
+    lead,
+    name,
+    numeric,
+    sentences,
+    told,
+)
 
 Data = Mapping[str, Any]
 """Content of a ``results.json``."""
 
-PARTS = ("question", "expectation", "method", "seeds", "limits")
-"""What a page says of an experiment, as far as its docstring does."""
+PARTS = ("question", "expectation", "method", "seeds")
+"""What a page says of how an experiment was made, as its docstring does."""
+
+LIMITS = "limits"
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -102,24 +111,24 @@ def anchor(data: Data) -> str:
 
 
 def section(data: Data, pictures: Mapping[str, bytes], *, folded: bool = False) -> str:
-    """The results of one experiment: a sentence and a figure, then all of it and the method,
-    ``folded`` until somebody asks for it.
+    """The results of one experiment: answer, figure and table, then its findings one by one, method
+    and limits, ``folded`` until somebody asks for them.
     """
     about, first = data["about"], _lead(data)
     figures = {plot["name"]: _figure(plot, pictures) for plot in data["plots"]}
     figures |= {title: _drawing(title, svg) for title, svg in data["drawings"].items()}
     top = figures.pop(first["figure"], "")
+    tables = {table["title"]: _table(table) for table in data["tables"]}
+    found = "".join(f"<li>{_inline(one)}</li>" for one in sentences(data["sentence"]))
     rest = [
-        f"<h2>In full</h2><p>{_inline(data['sentence'])}</p>",
-        "<dl>",
-        *(
-            f"<dt>{part.capitalize()}</dt><dd>{_inline(about[part])}</dd>"
-            for part in PARTS
-            if part in about
-        ),
+        tables.pop(first["table"], ""),
+        f"<h2>In full</h2><ul>{found}</ul>",
+        "<h2>Method</h2><dl>",
+        *(f"<dt>{part.capitalize()}</dt><dd>{_inline(about[part])}</dd>" for part in PARTS),
         "</dl>",
+        f"<h2>Limits</h2><p>{_inline(about[LIMITS])}</p>" if LIMITS in about else "",
         *figures.values(),
-        *(_table(table) for table in data["tables"]),
+        *tables.values(),
         "<h2>How it was run</h2><dl>",
         *(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts(data)),
         "</dl>",
@@ -132,9 +141,8 @@ def section(data: Data, pictures: Mapping[str, bytes], *, folded: bool = False) 
 
 def _lead(data: Data) -> dict[str, str]:
     """What the page leads with; results of older versions have no headline."""
-    if "headline" not in data:
-        return lead(None, data)
-    return {"headline": data["headline"], "figure": data["figure"]}
+    own = {part: data[part] for part in ("headline", "figure", "table") if part in data}
+    return lead(None, data) | own
 
 
 def _inline(text: str) -> str:
@@ -191,24 +199,36 @@ def markdown(data: Data, files: Mapping[str, str]) -> str:
     titles = {plot["name"]: plot["title"] for plot in data["plots"]}
     titles |= {title: title for title in data["drawings"]}
     shown = {key: f"![{_quiet(titles[key])}]({files[key]})" for key in titles if key in files}
+    tables = {table["title"]: table for table in data["tables"]}
     lines = [f"# {_quiet(name(data))}", "", f"> {_quiet(first['headline'])}"]
     if first["figure"] in shown:
         lines += ["", shown.pop(first["figure"])]
-    lines += ["", "## In full", "", _quiet(data["sentence"])]
-    lines += ["", f"Written by `{command(data)}`."]
-    for part in (part for part in PARTS if part in about):
+    if first["table"] in tables:
+        lines += _titled(tables.pop(first["table"]))
+    lines += ["", "## In full", ""]
+    lines += [f"- {_quiet(one)}" for one in sentences(data["sentence"])]
+    lines += ["", "## Method"]
+    for part in PARTS:
         lines += ["", f"*{part.capitalize()}.* {_quiet(about[part])}"]
+    lines += ["", f"Written by `{command(data)}`."]
+    lines += ["", "## Limits", "", _quiet(about[LIMITS])] if LIMITS in about else []
+    lines += ["", "## More figures"] if shown else []
     for figure in shown.values():
         lines += ["", figure]
-    for table in data["tables"]:
-        lines += ["", f"## {_quiet(table['title'])}", "", *_grid(table)]
-        lines += ["", _quiet(table["note"])] if table["note"] else []
+    for table in tables.values():
+        lines += _titled(table)
     lines += ["", "## How it was run", ""]
     lines += [f"- {fact}: {_quiet(value)}" for fact, value in facts(data)]
     if ROWS in files:
         again = f"gradtrace experiment {data['experiment']} --rows {files[ROWS]}"
         lines += [f"- Rows: [{files[ROWS]}]({files[ROWS]}); `{again}` makes every table of them"]
     return "\n".join(lines) + "\n"
+
+
+def _titled(table: Data) -> list[str]:
+    """A table with its title and note."""
+    note = ["", _quiet(table["note"])] if table["note"] else []
+    return ["", f"## {_quiet(table['title'])}", "", *_grid(table), *note]
 
 
 def command(data: Data) -> str:

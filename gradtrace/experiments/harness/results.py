@@ -39,21 +39,27 @@ def found(findings: Findings, name: str) -> dict[str, Any]:
 
 
 def lead(experiment: object, data: Mapping[str, Any]) -> dict[str, str]:
-    """What a page leads with: a sentence, and the name of a plot or a drawing ("" if none is)."""
+    """What a page leads with: a sentence or two, and the names of a plot or drawing and of a table
+    ("" if there is none).
+    """
     drawn = [*(plot["name"] for plot in data["plots"]), *data["drawings"]]
     chosen, tell = getattr(experiment, "FIGURE", ""), getattr(experiment, "headline", None)
     told = tell(data["facts"]) if tell is not None and data["plots"] else ""
     figure = chosen if chosen in drawn else (drawn or [""])[0]
-    return {"headline": told or first_sentence(data["sentence"]), "figure": figure}
+    titles = [table["title"] for table in data["tables"]]
+    wanted = getattr(experiment, "TABLE", "")
+    table = wanted if wanted in titles else (titles or [""])[0]
+    answer = told or sentences(data["sentence"])[0]
+    return {"headline": answer, "figure": figure, "table": table}
 
 
-def first_sentence(text: str) -> str:
-    """The text up to the first full stop that ends a sentence.
+def sentences(text: str) -> list[str]:
+    """The sentences of a text, each with the full stop that ends it.
 
-    >>> first_sentence("It takes 1.5 s, e.g. here. More follows.")
-    'It takes 1.5 s, e.g. here.'
+    >>> sentences("It takes 1.5 s, e.g. here, as Du et al. say. More follows.")
+    ['It takes 1.5 s, e.g. here, as Du et al. say.', 'More follows.']
     """
-    return re.split(r"(?<=[^.][^.][.!?]) (?=[A-Z])", text, maxsplit=1)[0]
+    return re.split(r"(?<=[.!?])(?<!\.\.)(?<!e\.g\.)(?<! al\.) (?=[^a-z])", text)
 
 
 def _check_table(table: Table, name: str) -> None:

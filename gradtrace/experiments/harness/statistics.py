@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, isnan
+from math import inf, isfinite, isnan
 from typing import TypeVar
 
 import numpy as np
@@ -33,8 +33,27 @@ __all__ = [
     "student",
     "student_quantile",
     "theil_sen",
+    "with_interval",
 ]
 T = TypeVar("T")
+
+
+def with_interval(found: Sequence[float | None], form: str = ".2f", percent: bool = False) -> str:
+    """A value, low and high end as text, as far as they are known; what facts have for an interval.
+
+    >>> with_interval([0.75, 0.671, 0.823]), with_interval([0.7934, 0.7361, 0.8507], percent=True)
+    ('0.75 [0.67, 0.82]', '79% [74, 85]')
+    >>> with_interval([0.75, None, None]), with_interval([None, None, None])
+    ('0.75', 'unknown')
+    """
+    times, form, unit = (100, ".0f", "%") if percent else (1, form, "")
+    value, *ends = (
+        None if x is None or not isfinite(x) else format(x * times, form) for x in found
+    )
+    if value is None:
+        return "unknown"
+    known = [end for end in ends if end is not None]
+    return f"{value}{unit}" + (f" [{', '.join(known)}]" if len(known) == 2 else "")
 
 
 def bootstrap(

@@ -175,15 +175,16 @@ def _interval(values: Sequence[float | None]) -> str:
 
 def _linear_sentence(facts: Mapping[str, Any]) -> str:
     parts = []
-    for n, found in facts["left"].items():
+    for n in sorted(facts["left"], key=int)[:2]:
         rest = max(0.0, 1 - int(n) / WIDTH)
-        parts.append(f"{n} samples {_interval(found)} (expected {rest:.2f})")
+        parts.append(f"{n} samples {_interval(facts['left'][n])} (expected {rest:.2f})")
     few = facts["ends"][min(facts["ends"], key=int)]
     exact = facts["exact"]
     algebra = f" as algebra says to {exact:.0e}," if exact is not None else ""
     return (
         f"Initialisation from a prior: of the squared error of a start descent leaves, for {WIDTH} "
-        f"weights,{algebra} with {', '.join(parts)}. With the fewest samples the end is off by "
+        f"weights,{algebra} with {' and with '.join(parts)}. With the fewest samples the end is "
+        "off by "
         + ", ".join(f"{value:.2f} from {start}" for start, value in few.items())
         + " (of the truth's size): the start is part of the answer, for better and worse."
     )

@@ -203,7 +203,10 @@ def _sentence(table: Table, facts: Mapping[str, Any]) -> str:
         arrived = sorted((v, k) for k, v in counts.items() if v is not None)
         missing = [k for k, v in counts.items() if v is None]
         place = "In the valley" if problem == "valley" else f"On {problem}"
-        text = f"{place}, updates needed: " + ", ".join(f"{k} {v:.0f}" for v, k in arrived)
+        (few, first), (many, last) = (arrived[0], arrived[-1]) if arrived else ((0, "–"), (0, "–"))
+        text = (
+            f"{place} {first} needs the fewest updates, {few:.0f}, and {last} the most, {many:.0f}"
+        )
         if missing:
             text += f" (not reached in each run by {', '.join(missing)})"
         said.append(text + ".")

@@ -195,7 +195,7 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
         as_said = "as the rule says" if best == wanted else f"where the rule says {wanted}"
         if shape == "tanh" and best == "He":
             as_said += f" (by theory it is Xavier from {crossing()} layers on)"
-        said.append(f"{shape}: {words}; {best} changes it least, {as_said}.")
+        said.append(f"With {shape}: {words}; {best} changes it least, {as_said}.")
         for found in factors.values():
             off += [_far(m / found["theory"]) / (depth - 1) for m in found["measured"]]
     away = 100 * (math.exp(max(off)) - 1)

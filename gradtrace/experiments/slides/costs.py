@@ -110,11 +110,11 @@ def _sentence(costs: Mapping[int, Result], facts: Mapping[str, Any]) -> str:
     text = (
         f"Cost: {'for each d' if held else 'NOT always'} d + 1 evaluations forward, 2d central, "
         f"and one with a backward pass; at d = {size:,} that took "
-        f"{', '.join(seconds[:2])} and {seconds[2]}. gt.check samples, and needed "
+        f"{', '.join(seconds[:2])} and {seconds[2]}. By sampling gt.check needed "
         f"{last['check'][0]:,} evaluations there: the slides' 'at least d + 1' is the price of "
         "all derivatives, not of a check."
     )
-    return text if last["check"][0] < size else text.partition(" gt.check")[0]
+    return text if last["check"][0] < size else text.partition(" By sampling")[0]
 
 
 def _table(costs: Mapping[int, Result]) -> Table:

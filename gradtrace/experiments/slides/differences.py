@@ -141,13 +141,14 @@ def _sentence(curves: Mapping[str, Any]) -> str:
                 step = geometric([one["step"] for one in some])
                 error = geometric([one["error"] for one in some])
                 said.append(
-                    f"{scheme} differences in {kind} are best at h = {told(step, '.0e')} "
-                    f"(theory {some[0]['theory']:.0e}), with an error of {told(error, '.0e')} "
-                    f"({some[0]['error_theory']:.0e})"
+                    f"{scheme.capitalize()} differences in {kind} are best at h = "
+                    f"{told(step, '.0e')} (theory {some[0]['theory']:.0e}), with an error of "
+                    f"{told(error, '.0e')} ({some[0]['error_theory']:.0e})."
                 )
     exact = [one["analytic"] for key, one in curves.items() if key.startswith("wave float64")]
-    own = f"; our gradient misses the slides' formula by {told(max(exact), '.0e')}" if exact else ""
-    return f"{shaped} of {len(curves)} curves are U-shaped: " + "; ".join(said) + own + "."
+    if exact:
+        said.append(f"Our gradient misses the slides' formula by {told(max(exact), '.0e')}.")
+    return " ".join([f"{shaped} of {len(curves)} curves are U-shaped.", *said])
 
 
 def _table(curves: Mapping[str, Any]) -> Table:

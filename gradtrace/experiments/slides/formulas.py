@@ -72,7 +72,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         f"{found.count(WANTED[name])} of {len(found)} {name}"
         for name, found in sorted(verdicts.items())
     ]
-    text = f"gt.check names as such {', '.join(said)} formulas."
+    text = f"Of formulas, gt.check names as such {', '.join(said)}."
     missed = verdicts.get("even kink", []).count("ok")
     if missed:
         text += (
