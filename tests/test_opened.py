@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "of torch": ("softmax", lambda x: torch.softmax(input=x, dim=0)),
     "method": ("softmax", lambda x: x.softmax(dim=1)),
     "dtype": ("softmax", lambda x: x.softmax(1, dtype=torch.float32).double()),
+    "log dtype": ("log_softmax", lambda x: x.log_softmax(1, dtype=torch.float32).double()),
     "softmin": ("softmax", lambda x: F.softmin(x, 1)),
     "special": ("softmax", lambda x: torch.special.softmax(x, 1)),
     "masked": ("softmax", lambda x: (x @ x.T).masked_fill(~MASK, -math.inf).softmax(-1)),
@@ -63,6 +64,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "layer norm": ("layer_norm", lambda x: F.layer_norm(x, (6,), WEIGHT.double())),
     "bias": ("layer_norm", lambda x: F.layer_norm(x, (4, 6), None, SHIFT.double().expand(4, 6))),
     "rms norm": ("rms_norm", lambda x: F.rms_norm(x, (6,), WEIGHT.double())),
+    "tiny": ("rms_norm", lambda x: F.rms_norm(x * 1e-8, (6,))),  # eps has its default
     "group norm": ("group_norm", lambda x: F.group_norm(x, 2, WEIGHT.double(), SHIFT.double())),
     "batch norm": ("batch_norm", _batch_norm),
 }
@@ -90,7 +92,7 @@ def test_values_and_gradients_stay(case: str) -> None:
     """To 1e-12 in float64, with every name opened; and nothing else is opened by its own name."""
     name, call = CALLS[case]
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    slack = 1e-6 if case == "dtype" else 1e-12
+    slack = 1e-6 if "dtype" in case else 1e-12
     plain = call(x)
     weights = torch.randn_like(plain)
     (true,) = torch.autograd.grad((plain * weights).sum(), x)
@@ -195,6 +197,24 @@ def test_nested_watches_and_diagnosis() -> None:
     assert fused & _operators(one) == {"NativeLayerNormBackward0"}
     assert fused <= _operators(model(x).square().sum())
     assert inner.diagnose(both).nonfinite is None
+
+
+def test_nested_watches_open_a_checkpoint_alike() -> None:
+    """What is computed again is opened by both, or it would not fit what was saved."""
+    model, x = Block(kept=False).double(), torch.randn(2, 4, 6, dtype=torch.float64)
+    with gt.watch(model, open="softmax"), gt.watch(model, open="layer_norm") as watch:
+        loss = model(x).square().sum()
+    found = watch.backward(loss)
+    true = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for (name, _), each in zip(model.named_parameters(), true):
+        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-11)
+
+
+def test_a_dtype_that_is_asked_for_is_that_of_the_result() -> None:
+    x = torch.randn(2, 3).bfloat16()
+    with gt.watch(nn.Identity(), open=ALL):
+        for call in (F.softmax, F.log_softmax):
+            assert call(x, -1, dtype=torch.float64).dtype is torch.float64
 
 
 def test_half_precision_is_computed_in_float32() -> None:
