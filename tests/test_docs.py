@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import gradtrace
+from tests.browser.conftest import chromium
 
 ROOT = blocks.ROOT
 DOCS = ROOT / "docs"
@@ -310,6 +311,26 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     fetched = re.compile(r"""<(?:script|img|link|iframe)\b[^>]*(?:src|href)=["']?(?:https?:)?//""")
     for page in tmp_path.rglob("*.html"):
         assert not fetched.search(page.read_text()), f"{page.name} would fetch from the network"
+    if importlib.util.find_spec("playwright") and chromium():
+        assert 400 < _height(tmp_path / "experiments" / "index.html") <= 2 * SCREEN["height"]
+
+
+SCREEN = {"width": 1400, "height": 900}
+
+
+def _height(page: Path) -> int:
+    """Of a whole page in a browser, in pixels."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as run:
+        found = run.chromium.launch(
+            executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
+        shown = found.new_page(viewport={"width": SCREEN["width"], "height": SCREEN["height"]})
+        shown.goto(page.as_uri())
+        height = int(shown.evaluate("document.documentElement.scrollHeight"))
+        found.close()
+    return height
 
 
 def test_the_command_line_is_shown_without_boxes() -> None:

@@ -243,11 +243,12 @@ def index(found: Iterable[Data]) -> str:
         "# Experiments",
         "",
         "What each found. `gradtrace experiment NAME` runs one again, and `--list` says what there",
-        "is. Every page says how its numbers were made.",
+        "is. Every page says how its numbers were made, and has its rows beside it.",
+        "",
     ]
     for data in found:
         title = name(data)
-        lines += ["", f"- [{_quiet(title)}]({title}.md): {_quiet(_lead(data)['headline'])}"]
+        lines += [f"- [{_quiet(title)}]({title}.md): {_quiet(_lead(data)['headline'])}"]
     return "\n".join(lines) + "\n"
 
 
