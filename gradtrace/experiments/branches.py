@@ -261,10 +261,12 @@ class Line(NamedTuple):
 def headline(facts: Mapping[str, Any]) -> str:
     """The answer in a sentence."""
     which = {"the chapter's": "the chapter's small networks", "larger": "larger ones"}
+    plain = {key: [value] for key, value in facts["r2"].items()}
+    explained = facts.get("explained", plain)  # older results have no intervals
     found = {
-        where: with_interval(facts["explained"][f"{name}: {TORCH}"], percent=True)
+        where: with_interval(explained[f"{name}: {TORCH}"], percent=True)
         for name, where in which.items()
-        if f"{name}: {TORCH}" in facts["explained"]
+        if f"{name}: {TORCH}" in explained
     }
     said = " and ".join(f"{text} among {where}" for where, text in found.items())
     return (

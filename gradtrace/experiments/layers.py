@@ -218,7 +218,8 @@ def headline(facts: Mapping[str, Any]) -> str:
     known = [x for x in facts["r2"].values() if x is not None]
     least = min(known, default=0.0)
     grows = "grows in proportion to" if least >= LINEAR else "does not grow in plain proportion to"
-    traced = facts["ratio_by_seed"][INFLUENCE]
+    by_seed = facts.get("ratio_by_seed", {})  # older results have none
+    traced = by_seed.get(INFLUENCE, [facts["ratio"][INFLUENCE]])
     return (
         f"The time of a backward pass {grows} the number of layers, whichever engine does it (a "
         f"line explains {least:.1%} of it or more); an influence trace takes "

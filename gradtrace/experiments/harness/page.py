@@ -243,7 +243,7 @@ def index(found: Iterable[Data]) -> str:
         "# Experiments",
         "",
         "What each found. `gradtrace experiment NAME` runs one again, and `--list` says what there",
-        "is. Every page says how its numbers were made, and has its rows beside it.",
+        "is. Every page says how its numbers were made; `--rows` makes tables again of its rows.",
         "",
     ]
     for data in found:
