@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isnan, nan
 from typing import Any
 
@@ -133,8 +134,15 @@ def _sums(networks: Networks, measure: str, cost: str) -> Floats:
 
 
 def _centred(values: Sequence[float]) -> Floats:
+    """Ranks around their mean; kept, as each is asked for by many statistics."""
+    return _centred_ranks(tuple(values))
+
+
+@lru_cache(maxsize=100_000)
+def _centred_ranks(values: tuple[float, ...]) -> Floats:
     found = ranks(values)
     found -= found.mean()
+    found.flags.writeable = False
     return found
 
 
