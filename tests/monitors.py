@@ -66,6 +66,8 @@ def run(mode: str, rank: int, world: int, folder: Path) -> dict[str, Any]:
     clock = Clock()
     if mode == "budget":
         options |= {"budget": 1.0, "clock": clock}
+    if mode == "bad":
+        options |= {"trigger": "nonfinite", "start": 10}
     count = 60 if mode == "budget" else steps(mode, rank)
     begun = time.perf_counter()
     longest = 0.0
@@ -82,7 +84,10 @@ def run(mode: str, rank: int, world: int, folder: Path) -> dict[str, Any]:
                     raise ValueError("on purpose")
                 if mode == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-            loss = net(part(step, rank)).square().mean()
+            x = part(step, rank)
+            if mode == "bad" and step == 3 and rank != 1:  # at one step, on all but one
+                x[0] = math.nan
+            loss = net(x).square().mean()
             before = time.perf_counter()
             monitor.step(loss)
             longest = max(longest, time.perf_counter() - before)

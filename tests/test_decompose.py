@@ -625,7 +625,7 @@ def test_tables() -> None:
     assert "<table" in found._repr_html_()
     assert repr(found) == "Decomposition(4 components, 4 pairs)"
     assert len(found) == 4
-    assert "a path may pass two components" in str(found)
+    assert "operators of two components lie behind one another (" in str(found)
     assert "no path has another way than through out" in str(found)
 
 

@@ -25,7 +25,7 @@ from gradtrace.tracing.influence import Influence
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
 
-MODES = ("even", "left", "barrier", "more", "slow", "raises", "budget", "killed")
+MODES = ("even", "left", "barrier", "more", "slow", "raises", "budget", "bad", "killed")
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
@@ -110,6 +110,17 @@ def test_a_budget_is_that_of_the_first_process(ended: Ended) -> None:
     assert found.steps[0] == 0 and pairs[0] == len(ended.codes)
     # Messages may be late where the machine is busy: a step is then traced by some of them.
     assert sum(pairs) >= 2 * len(ended.codes) and max(pairs[1:]) > 1
+
+
+def test_incidents_of_all_processes_are_in_the_file(ended: Ended) -> None:
+    found = read(ended, "bad").incidents
+    expected = [rank for rank in range(len(ended.codes)) if rank != 1]
+    assert [(each.step, each.rank, each.trigger) for each in found] == [
+        (13, rank, "nonfinite") for rank in expected
+    ]
+    assert all((f"rank{each.rank}" in each.file) == bool(each.rank) for each in found)
+    assert all((f"of process {each.rank}" in str(each)) == bool(each.rank) for each in found)
+    assert all(gt.load_incident(each.file).rank == each.rank for each in found)
 
 
 def test_no_thread_is_left(ended: Ended) -> None:

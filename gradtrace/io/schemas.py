@@ -492,6 +492,7 @@ LINES: dict[str, Schema] = {
         step=integer(0, tuning.MAX_STEPS), count=integer(), every=integer(1), budget=number(0)
     ),
     "incident": including(
+        {"rank": integer(0)},
         step=integer(0, tuning.MAX_STEPS),
         trigger=text(),
         evidence=text(),

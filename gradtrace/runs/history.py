@@ -12,7 +12,7 @@ Each line is a JSON object with a ``kind``. The first is the header; nothing is 
 
 ``names`` are the components of the tables after it; ``alternative`` says which of them a path can
 go around (not in older files), ``components`` of which kind they are, if the Monitor was told one.
-``incident`` tells of a step at which a trigger fired, on the first process. ``skipped`` counts the
+``incident`` tells of a step at which a trigger fired, and on which process. ``skipped`` counts the
 steps after that one that were due and not traced, for lack of budget. Of two lines of one kind and
 step the later one counts. A line is on disk before training goes on. A torn last line (the process
 was killed while it wrote) is left out with a note; a run that continues the file writes a
@@ -85,6 +85,7 @@ class StepRecord:
 class StepIncident(NamedTuple):
     """A step at which a trigger fired: what was seen, and what a rerun found: the cause, its module
     and source line (empty where unknown). ``file`` has all of it (``gradtrace.load_incident``).
+    ``rank`` is the process whose loss or gradient it was.
     """
 
     step: int
@@ -94,13 +95,15 @@ class StepIncident(NamedTuple):
     module: str
     line: str
     file: str
+    rank: int = 0
 
     def __str__(self) -> str:
+        process = f" of process {self.rank}" if self.rank else ""
         module = f" in '{self.module}'" if self.module else ""
         line = f" ({self.line})" if self.line else ""
         return (
-            f"step {self.step:,}: {self.evidence}. {self.cause}{module}{line}; to read it: "
-            f"gradtrace diagnose {self.file}"
+            f"step {self.step:,}{process}: {self.evidence}. {self.cause}{module}{line}; to read "
+            f"it: gradtrace diagnose {self.file}"
         )
 
 
@@ -324,7 +327,7 @@ class HistoryReader:
         self.until: int | None = None
         self.share = math.nan
         self.skipped: Timeline[dict[str, Any]] = Timeline()
-        self.incidents: Timeline[StepIncident] = Timeline()
+        self.incidents: Timeline[tuple[StepIncident, ...]] = Timeline()
         self.notes: list[str] = []
 
     def take_all(self, lines: Iterable[bytes]) -> None:
@@ -454,8 +457,9 @@ class HistoryReader:
         self.skipped.put(line["step"], line)
 
     def _take_incident(self, line: dict[str, Any]) -> None:
-        found = StepIncident(*(line[name] for name in StepIncident._fields))
-        self.incidents.put(found.step, found)
+        found = StepIncident(**{name: line[name] for name in StepIncident._fields if name in line})
+        others = self.incidents.get(found.step, ())
+        self.incidents.put(found.step, tuple(sorted({*others, found}, key=lambda one: one.rank)))
 
     def _skipped_note(self, count: int) -> str:
         """The note on steps that were due and not traced."""
@@ -481,17 +485,18 @@ class HistoryReader:
         count = sum(each["count"] for each in self.skipped.all())
         if count:
             self.notes.append(self._skipped_note(count))
+        incidents = tuple(each for of_step in self.incidents.all() for each in of_step)
         return History(
             self.header,
             self.records.all(),
             self.seconds.steps,
             self.seconds.all(),
             self.running,
-            (*map(str, self.incidents.all()), *self.notes),
+            (*map(str, incidents), *self.notes),
             self.until,
             count,
             self.share,
-            self.incidents.all(),
+            incidents,
         )
 
 

@@ -367,8 +367,9 @@ class Decomposition(Tabular):
         overlap = [f"{a} and {b}" for (a, b), p in pairs.items() if p.overlap]
         if overlap:
             found.append(
-                f"a path may pass two components ({_listed(overlap, 1)}), so shares need not add "
-                "up to 100%"
+                f"operators of two components lie behind one another ({_listed(overlap, 1)}), so a "
+                "path may pass both and shares need not add up to 100%, unless elements keep them "
+                "apart, as experts in one grouped product are"
             )
         always = [e.name for e in self.rows if e.whole.share == 1 and isnan(e.contested.share)]
         if always:

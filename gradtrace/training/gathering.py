@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradtrace.distributed.rank_exchange import Message, RankExchange
-from gradtrace.runs.history import History, StepRecord
+from gradtrace.runs.history import History, StepIncident, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
 from gradtrace.training.loggers import Loggers
@@ -86,9 +86,18 @@ class Gathering:
             self._ended.add(rank)
             for step in [step for step in self._open if self._complete(step)]:
                 self._write(step)
-        if "result" in message:
+        if "incident" in message:
+            step = self._numbered(message["step"], message)
+            self.note(StepIncident(**{**message["incident"], "step": step}))
+        elif "result" in message:
             step = self._numbered(message["step"], message)
             self._put(step, rank, json.dumps(message["result"]))
+
+    def note(self, found: StepIncident) -> None:
+        """Write that a trigger fired, on this process or another."""
+        with self._lock:
+            self.writer.incident(found)
+            self._wrote_after_close |= self.closed
 
     def _numbered(self, step: int, message: Message) -> int:
         """A step's number on this process: others count from 0 unless they send absolute ones."""
@@ -130,7 +139,7 @@ class Gathering:
                 self.loggers.log(record)
             found.in_file, found.unwritten = True, False
             self._steps = max(self._steps, step + 1)
-            self._wrote_after_close = self.closed
+            self._wrote_after_close |= self.closed
         if self._complete(step):
             del self._open[step]
         else:

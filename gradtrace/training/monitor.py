@@ -23,7 +23,7 @@ from gradtrace.errors import GradtraceError, caution, not_one_of
 from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.module_calls import listen
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel, unwrapped
-from gradtrace.runs.history import History, StepRecord
+from gradtrace.runs.history import History, StepIncident, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
 from gradtrace.trace import Trace
@@ -189,7 +189,7 @@ class Monitor:
         if self._exchange.world == 1:
             self._uncounted = []
         self._most = min(tuning.COUNTED_TOGETHER, tuning.FLUSH_STEPS)
-        note = self._gathering.writer.incident if self._gathering else None
+        note = partial(_note, self._gathering, self._schedule, self._exchange)
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
         told = self._sampled if self._triggers is None else self._triggers.keeper
         self._unlisten = weakref.finalize(self, listen(told, [model]))
@@ -506,6 +506,16 @@ def _opened(
     found.base = found.writer.first
     exchange.send({"first": found.base})
     return found
+
+
+def _note(
+    gathering: Gathering | None, schedule: Schedule, exchange: RankExchange, found: StepIncident
+) -> None:
+    """Write an incident to the run's file, or send it to rank 0, which does."""
+    if gathering is not None:
+        gathering.note(found)
+    else:
+        exchange.send({**schedule.message("step", found.step), "incident": found._asdict()})
 
 
 def _raise_or_warn(error: Exception, note: str, at: Schedule, exchange: RankExchange) -> None:

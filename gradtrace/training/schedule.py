@@ -141,10 +141,11 @@ class Schedule:
         """What is added to steps in messages: these count from 0 unless steps have numbers."""
         return self.base if self._numbered else 0
 
-    def message(self, field: str) -> dict[str, Any]:
-        """A message with the current step in a field, for rank 0."""
+    def message(self, field: str, number: int | None = None) -> dict[str, Any]:
+        """A message with a step in a field, for rank 0: that of ``number``, or the current one."""
         absolute = {"absolute": True} if self._numbered else {}
-        return {field: self.at + self._offset, **absolute}
+        at = self.at if number is None else number - self.base
+        return {field: at + self._offset, **absolute}
 
     def listen(self, gathering: Gathering | None) -> None:
         """Take the messages of other processes; warn once if they cannot be reached."""

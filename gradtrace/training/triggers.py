@@ -137,7 +137,7 @@ class Triggers:
         self.model, self.settings = model, settings
         self._composed, self._rank = composed, rank
         self._watched = watched  # suspended while a step is run again
-        self._note = note  # writes to the run's file, on the process that has it
+        self._note = note  # writes to the run's file, which the first process has
         self._seconds = 0.0  # that incidents took since the last ``look``
         self.files: list[Path] = []
         self.keeper = ForwardKeeper(model, watched)  # is told of the model's calls
@@ -266,7 +266,8 @@ class Triggers:
             self.files.append(path)
             if self._note is not None:
                 cause = cause_of(found)
-                self._note(StepIncident(found.step, trigger, evidence, *cause, str(path)))
+                what = found.step, trigger, evidence, *cause, str(path), self._rank
+                self._note(StepIncident(*what))
             _tell(one, evidence, f"{_headline(found)}. To read it: gradtrace diagnose {path}")
         except Exception as error:  # nothing that happens here may end a long training run
             _tell(one, evidence, f"No file was written: {error}; training goes on")
