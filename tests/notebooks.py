@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tempfile
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from unittest import mock
 import nbformat
 from blocks import same
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).parent.parent
@@ -32,20 +34,48 @@ def read(path: Path) -> NotebookNode:
     return nbformat.read(path, as_version=4)
 
 
-def run(notebook: NotebookNode) -> NotebookNode:
-    """The same with the outputs of today, in a folder of its own."""
+def run(*notebooks: NotebookNode) -> list[NotebookNode | CellExecutionError]:
+    """The same with the outputs of today, or what made one fail; each in a folder of its own.
+
+    One kernel runs them one after the other, as to start one takes longer than most of them: it
+    forgets all names in between.
+    """
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    fresh = nbformat.from_dict(notebook)
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, settings):
         place = {"metadata": {"path": folder}}
         client = NotebookClient(
-            fresh, kernel_name="python3", timeout=600, resources=place, coalesce_streams=True
+            nbformat.v4.new_notebook(),
+            kernel_name="python3",
+            timeout=600,
+            resources=place,
+            coalesce_streams=True,
         )
         client.startup_timeout = 300
         manager = client.create_kernel_manager()
         manager.transport, manager.ip = "ipc", f"{folder}/kernel"  # files, not ports
-        client.execute()
-    return cleaned(fresh)
+        with client.setup_kernel():
+            return [_run(client, each, Path(folder, str(n))) for n, each in enumerate(notebooks)]
+
+
+def _run(
+    client: NotebookClient, notebook: NotebookNode, folder: Path
+) -> NotebookNode | CellExecutionError:
+    folder.mkdir()
+    begin = nbformat.v4.new_code_cell(f"%reset -f\nimport os; os.chdir({str(folder)!r}); del os")
+    client.nb = nbformat.from_dict({**notebook, "cells": [begin, *notebook.cells]})
+    client.reset_execution_trackers()
+    try:
+        for n, cell in enumerate(client.nb.cells):
+            if cell.cell_type == "code":
+                client.execute_cell(cell, n)
+    except CellExecutionError as error:
+        return error
+    found = nbformat.from_dict({**client.nb, "cells": client.nb.cells[1:]})
+    numbers = count(1)
+    for cell in found.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = next(numbers)
+    return cleaned(found)
 
 
 def cleaned(notebook: NotebookNode) -> NotebookNode:
@@ -113,7 +143,10 @@ def differences(saved: NotebookNode, found: NotebookNode) -> list[str]:
 
 def main(names: list[str]) -> None:
     for path in map(Path, names) if names else NOTEBOOKS:
-        nbformat.write(run(read(path)), path)
+        (found,) = run(read(path))
+        if isinstance(found, CellExecutionError):
+            raise found
+        nbformat.write(found, path)
         print(f"{path}: {path.stat().st_size:,} bytes")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.functional import jacobian
 
 from gradtrace.linops import (
     Contract,
@@ -128,18 +127,16 @@ def of_contract(m: Contract) -> Tensor:
 
 
 def of_convolve(m: Convolve) -> Tensor:
+    """The convolution is linear in each operand: what it makes of unit vectors."""
     other = m.other.double()
-    zero = torch.zeros(m.out_shape, dtype=torch.float64)
-
-    def f(free: Tensor) -> Tensor:
-        x, w = (other, free) if m.to_kernel else (free, other)
-        return forward(x, w, m.windows)
-
-    if not m.inputs:
-        return torch.zeros(m.outputs, 0, dtype=torch.float64)
-    with torch.enable_grad():
-        found: Any = jacobian(f, zero)
-    return found.reshape(m.inputs, m.outputs).T
+    if not m.inputs * m.outputs:
+        return torch.zeros(m.outputs, m.inputs, dtype=torch.float64)
+    if m.to_kernel:
+        made = [forward(other, unit, m.windows) for unit in units(m.out_shape)]
+        return torch.stack(made).reshape(m.outputs, m.inputs)
+    sizes = m.out_shape[-len(m.windows.stride) - 1 :]  # without samples, or with
+    every = torch.eye(m.outputs, dtype=torch.float64).reshape(-1, *sizes)
+    return forward(every, other, m.windows).reshape(m.outputs, m.inputs)
 
 
 def of_normaliser(m: Normaliser) -> Tensor:
