@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -114,7 +115,8 @@ def of_sparse(m: Sparse) -> Tensor:
 
 def of_contract(m: Contract) -> Tensor:
     """One product after the other, for every value of every letter."""
-    matrix = torch.zeros((*m.out_shape, *m.in_shape), dtype=torch.float64)
+    matrix = np.zeros((*m.out_shape, *m.in_shape))
+    weight = m.weight.double().numpy()
     x, rest = m.spec.split(",")
     w, out = rest.split("->")
     size = dict(zip(x, m.in_shape)) | dict(zip(w, m.weight.shape))
@@ -122,8 +124,8 @@ def of_contract(m: Contract) -> Tensor:
     for values in product(*(range(size[letter]) for letter in letters)):
         at = dict(zip(letters, values))
         place = [tuple(at[letter] for letter in word) for word in (out, x, w)]
-        matrix[(*place[0], *place[1])] += m.weight[place[2]]
-    return matrix.reshape(m.outputs, m.inputs)
+        matrix[(*place[0], *place[1])] += weight[place[2]]
+    return torch.from_numpy(matrix).reshape(m.outputs, m.inputs)
 
 
 def of_convolve(m: Convolve) -> Tensor:
@@ -143,15 +145,18 @@ def of_normaliser(m: Normaliser) -> Tensor:
     """Element by element, as the docstring has it."""
     shape = m.in_shape
     places = list(product(*map(range, shape)))
-    d, *uv = [t.double().expand(shape).reshape(-1) for t in (m.diagonal, *m.left, *m.right)]
-    left, right = uv[: len(m.left)], uv[len(m.left) :]
+    every = (t.double().expand(shape).reshape(-1).tolist() for t in (m.diagonal, *m.left, *m.right))
+    d, *uv = every  # numbers of Python: tensors of one element would take most of the time
+    pairs = list(zip(uv[: len(m.left)], uv[len(m.left) :]))
+    fixed = [tuple(p for k, p in enumerate(place) if k not in m.dims) for place in places]
     matrix = torch.zeros(len(places), len(places), dtype=torch.float64)
-    for (i, a), (j, b) in product(enumerate(places), repeat=2):
-        if all(p == q for k, (p, q) in enumerate(zip(a, b)) if k not in m.dims):
-            matrix[i, j] = sum(float(u[i] * v[j]) for u, v in zip(left, right))
+    lines = matrix.tolist()
+    for i, j in product(range(len(places)), repeat=2):
+        if fixed[i] == fixed[j]:
+            lines[i][j] = sum(u[i] * v[j] for u, v in pairs)
         if i == j:
-            matrix[i, j] += d[i]
-    return matrix
+            lines[i][j] += d[i]
+    return torch.tensor(lines, dtype=torch.float64).reshape(matrix.shape)
 
 
 def of_scan(m: Scan) -> Tensor:

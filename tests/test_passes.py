@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -180,10 +181,16 @@ def test_a_pass_that_makes_a_plan(
     name: str, rule: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "PIECE_ELEMENTS", 2)  # leaves are large
-    program = optimise.simplified(recorded(seed))
-    wanted = provenance(program, rule)
+    program, wanted = with_all_passes(rule, seed)
     WITHOUT[name](monkeypatch)
     assert provenance(program, rule) == wanted
+
+
+@cache
+def with_all_passes(rule: str, seed: int) -> tuple[Any, Any]:
+    """A program, and what it gives where leaves are large."""
+    program = optimise.simplified(recorded(seed))
+    return program, provenance(program, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)

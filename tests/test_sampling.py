@@ -12,6 +12,7 @@ from leaves import traced_leaves
 from oracle import matrix_of
 from test_maps import TABLE, Make, maker, whole
 from test_paths import MODELS, RULES, Made
+from thorough import few
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -139,7 +140,7 @@ def test_lines_of_which_little_can_win(
     flat: bool, bad: float | None, step: int, dtype: torch.dtype
 ) -> None:
     """Long lines with few large elements, so that most places are ruled out by a bound."""
-    length, count = 2000, 300
+    length, count = 2000, few(56, 300)  # each of 4 lines with each of 7, and twice
     generator = torch.Generator().manual_seed(step)
     a = torch.randint(-2, 3, (4, length), generator=generator).to(dtype)
     peaks = torch.randint(0, length, (4, 40), generator=generator)
