@@ -287,6 +287,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A competition of few steps."""
     small = {"tasks": ["counting"], "steps": 4, "every": 2, "evaluated": 4, "traced": 1, "pairs": 2}
     monkeypatch.setattr(competition, "QUICK", competition.QUICK | small | {"width": 4})
+    monkeypatch.setattr(demo, "SHORT", ())
 
 
 @pytest.fixture(scope="module")

@@ -471,17 +471,21 @@ def test_the_pass_of_an_accumulated_step_is_named(tmp_path: Path) -> None:
     assert (found.step, found.micro, found.of) == (2, 1, "gradient")
 
 
-def test_infinite_gradients_of_a_scaler_are_no_incident(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fused", [False, True])  # which looks at gradients in the optimiser
+def test_infinite_gradients_of_a_scaler_are_no_incident(fused: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     options: dict[str, Any] = {"file": tmp_path / "r.jsonl", "view": False}
     skipped = 0
     with gt.Monitor(model, trigger=("spike", "nonfinite"), **options) as monitor:
         for _ in range(8):
             loss = 100 * model(torch.ones(2, 3)).square().mean() + 3
-            monitor.step(scaler.scale(loss), scale=scaler)
+            if fused:
+                monitor.step(loss)  # without the scale
+            else:
+                monitor.step(scaler.scale(loss), scale=scaler)
             scaler.scale(loss).backward()
             before = scaler.get_scale()
             scaler.step(optimizer)

@@ -23,6 +23,11 @@ from gradtrace.experiments.harness.runner import Say
 from gradtrace.trace import Trace
 
 VIEWS = [f"views.{name}" for name in network.VIEWS]
+SHORT = ("steps=80",)
+"""Settings of the demo's competition: half as many steps of training as in its quick form, so that
+the demo takes well below a minute.
+"""
+
 REASONS = {"cut off": Reason.DETACHED, "never chosen": Reason.NO_SAMPLES}
 """What a parameter without gradient says of what was planted."""
 
@@ -34,7 +39,7 @@ def demo(path: str | Path, say: Say = print) -> dict[str, Any]:
     """
     path = Path(path)
     first = look()
-    asked = ExperimentOptions(quick=True, out=path.with_suffix(""))
+    asked = ExperimentOptions(quick=True, settings=SHORT, out=path.with_suffix(""))
     done = run(sources("competition", every=False), asked, say)
     data = done.found["competition"]
     found = first.found | {"competition": data, "report": str(path)}
