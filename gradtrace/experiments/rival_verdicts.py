@@ -19,7 +19,6 @@ import numpy as np
 from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
 from gradtrace.experiments.harness.statistics import Floats, Interval, percentiles, with_interval
 from gradtrace.experiments.planted_scores import BASELINES
-from gradtrace.experiments.rivals import listed
 
 MEASURES = (
     "greedy",
@@ -378,14 +377,13 @@ def _sentence(found: Contests, said: Mapping[tuple[str, str], Verdict]) -> str:
 
 def _counted(said: Sequence[Verdict]) -> str:
     """How many measures have each verdict."""
-    words = []
-    for title, every in (
-        ("alone", [v.chance for v in said]),
-        ("beside Taylor", [v.taylor for v in said]),
-    ):
-        counts = [f"{every.count(word)} {word!r}" for word in dict.fromkeys(sorted(every))]
-        words.append(f"{title} {listed(counts)}")
-    return "; ".join(words)
+    chance, taylor = [v.chance for v in said], [v.taylor for v in said]
+    better, worse = (sum(word.startswith(sign) for word in taylor) for sign in ("better", "worse"))
+    return (
+        f"{chance.count('tells')} tell more than a guess, {chance.count('misleads')} mislead; "
+        f"{better} are surely better than Taylor, {worse} surely worse and "
+        f"{sum('equivalent' in word for word in taylor)} equivalent; the others cannot be told"
+    )
 
 
 # Tables -------------------------------------------------------------------------------------------

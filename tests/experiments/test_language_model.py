@@ -217,7 +217,7 @@ def test_findings(rows: list[Row], found: Findings) -> None:
     assert "agreement" in found.sentence and "rank correlation" in found.sentence
     said = results.lead(language_model, results.found(found, "language-model"))
     assert said["figure"] == "influence" and said["headline"].startswith("A language model with")
-    assert said["headline"] == results.first_sentence(said["headline"])
+    assert len(results.sentences(said["headline"])) <= 2
     assert len(found.tables) == 6 and len(found.plots) == 7
     assert language_model.conclude([]).sentence.startswith("No model was trained")
 

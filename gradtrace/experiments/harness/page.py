@@ -18,6 +18,7 @@ from gradtrace.experiments.harness.results import (
     sentences,
     told,
 )
+from gradtrace.experiments.harness.table import EXPERIMENTS
 
 Data = Mapping[str, Any]
 """Content of a ``results.json``."""
@@ -264,9 +265,12 @@ def _grid(table: Data) -> list[str]:
 
 
 def _quiet(text: str) -> str:
-    """Escape Markdown in a text; ``code`` stays code."""
+    """Escape Markdown in a text; ``code`` stays code, and an experiment's name is a link."""
     parts = re.split(r"``(.+?)``", " ".join(text.split()))
     for k in range(0, len(parts), 2):
         parts[k] = re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", parts[k])
-    parts[1::2] = [f"`{code}`".replace("|", r"\|") for code in parts[1::2]]
+    parts[1::2] = [
+        f"[{code}]({code}.md)" if code in EXPERIMENTS else f"`{code}`".replace("|", r"\|")
+        for code in parts[1::2]
+    ]
     return "".join(parts)
