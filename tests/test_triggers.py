@@ -280,6 +280,9 @@ def test_what_a_spike_is() -> None:
     assert not fed(noisy).exceeded(2.4) and fed(noisy).exceeded(5.0)
     assert not fed([2.0 * 0.97**n for n in range(200)]).exceeded(2.0 * 0.97**200)
     assert fed([0.0] * 30).exceeded(1e-3)
+    rule = fed([1.0] * 30)
+    assert rule.exceeded(5.0) and not rule.exceeded(4.0), "it was as large a moment ago"
+    assert rule.exceeded(6.0)
 
 
 def test_smaller_batches_may_have_larger_losses() -> None:
@@ -572,7 +575,10 @@ def test_a_gradient_is_finite_or_not_whichever_way_it_is_looked_at(
             before, grad[2 * at] = grad[2 * at].clone(), number
             assert not check.finite()
             grad[2 * at] = before
-    parameters[1].grad = torch.ones((), dtype=dtype).expand(17)  # one number in memory
+    memory = torch.full((40,), math.nan, dtype=dtype)
+    memory[0] = 1
+    parameters[1].grad = memory[:1].expand(17)  # one number, and others behind it in memory
+    assert check.finite()
     parameters[2].grad = torch.ones(40, dtype=dtype).to_sparse()
     assert not check.finite(), "what cannot be told is looked at one by one"
     parameters[2].grad = None
