@@ -86,8 +86,9 @@ def size(setting: Setting) -> Section:
         section.figures.append(replace(figure, joined=False, log=networks is large))
     section.note(
         "A layer becomes two layers side by side with probability 0.95, halved at each level, else "
-        "10 to 500 tanh units. The chapter has one such layer (first row), so that no network has "
-        "more than a few operators; the second row puts up to 64 of them after each other."
+        "10 to 500 tanh units. [The chapter](sources.md) has one such layer (first row), so that "
+        "no network has more than a few operators; the second row puts up to 64 of them after each "
+        "other."
     )
     section.note(
         f"R² is that of the line through influence times; {LINEAR} and more counts as linear."
