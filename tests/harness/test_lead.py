@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gradtrace.experiments.harness import page, results
+from gradtrace.experiments.harness.loading import about
 from gradtrace.experiments.harness.table import EXPERIMENTS
 
 DOCS = Path(__file__).parents[2] / "docs" / "experiments"
@@ -41,6 +42,12 @@ def test_the_sentence_is_made_of_the_results(name: str) -> None:
     assert numbers(data["headline"]) <= 5  # a layman reads it
     assert data["figure"] in [plot["name"] for plot in data["plots"]]
     assert data["figure"] == getattr(module_of(data), "FIGURE", data["figure"])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_tells_the_method_and_limits_of_the_module(name: str) -> None:
+    data = stored(name)
+    assert data["about"] == about(module_of(data), name) and "limits" in data["about"]
 
 
 def numbers(text: str) -> int:
