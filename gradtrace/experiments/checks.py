@@ -20,8 +20,9 @@ Seeds: Weights, data and points come from generators seeded by the cell. Times a
     nothing that is asserted depends on them.
 
 Limits: Two smooth functions, at few points; where a function has kinks or is very steep the best
-    step is another. Times are of one machine, and ``gt.check`` samples: it can miss a wrong element
-    among many.
+    step is another. Times of the published run are of a machine that had other work to do, and are
+    longer than on an idle one; counts and errors do not depend on it. ``gt.check`` samples: it can
+    miss a wrong element among many.
 """
 
 from __future__ import annotations

@@ -283,10 +283,10 @@ def told_headline(facts: Mapping[str, Any]) -> str:
     if not name:
         return ""
     learned, lengths = facts["learned"][name], facts["lengths"][name]
-    words, units = facts["sizes"]
+    words, _ = facts["sizes"]
     said = (
-        f"A language model with {words:,} words and {units:,} units ({name}) comes within "
-        f"{_said(learned['above'])} nats a word of the least possible loss; a path from its first "
+        f"A language model with {words:,} words comes within {_said(learned['above'])} nats a "
+        "word of the least possible loss; a path from its first "
         f"weights has {_said(lengths['length'][1], '.0f')} operators "
         f"({_said(lengths['length'][0], '.0f')} untrained)"
     )
@@ -312,14 +312,14 @@ def _on_learning(facts: Mapping[str, Any]) -> str:
             continue
         before, after = each["right"]
         said.append(
-            f"{name}: {_said(each['above'])} nats above the source, agreement "
+            f"The {name} is {_said(each['above'])} nats above the source; its agreement is "
             f"{_percent(before)} before training, {_percent(each['least'])} at its lowest, "
-            f"{_percent(after)} at the end"
+            f"{_percent(after)} at the end."
         )
     source = next(iter(facts["learned"].values()))["source"]
     return (
-        f"After training (up to {facts['seeds']} seeds; the least possible loss is "
-        f"{told(source, '.2f')} nats a word) {'; '.join(said)}."
+        f"After training, of up to {facts['seeds']} seeds, the least possible loss is "
+        f"{told(source, '.2f')} nats a word. {' '.join(said)}"
     )
 
 
@@ -364,11 +364,11 @@ def _on_layers(facts: Mapping[str, Any]) -> list[str]:
         straight = min(start["r2"], end["r2"]) >= STRAIGHT
         line = f" ({'' if straight else 'not '}a straight line)" if each["depths"] > 2 else ""
         said.append(
-            f"in the {KINDS[kind]} each layer adds {_said(start['slope'], '.1f')} operators to a "
+            f"In the {KINDS[kind]} each layer adds {_said(start['slope'], '.1f')} operators to a "
             f"path untrained and {_said(end['slope'], '.1f')} trained, beside "
-            f"{_said(start['intercept'], '.1f')} and {_said(end['intercept'], '.1f')} of any{line}"
+            f"{_said(start['intercept'], '.1f')} and {_said(end['intercept'], '.1f')} of any{line}."
         )
-    return [f"Path length against layers: {'; '.join(said)}."] if said else []
+    return said
 
 
 def _on_graph(facts: Mapping[str, Any]) -> list[str]:
@@ -389,18 +389,17 @@ def _on_cost(facts: Mapping[str, Any]) -> list[str]:
     said = []
     for layers, each in facts["cost"].items():
         text = (
-            f"with {layers} layer{'s' * (layers != '1')} {told(each['exact'] * 100, '.1f')}% with "
-            f"all elements and {told(each['sampled'] * 100, '.1f')}% with a sample"
+            f"A trace every 100 steps of an LSTM of {layers} layer{'s' * (layers != '1')} takes "
+            f"{told(each['exact'] * 100, '.1f')}% of training time with all elements and "
+            f"{told(each['sampled'] * 100, '.1f')}% with a sample"
         )
         if "monitor" in each:
             text += (
                 f" ({told(each['monitor'] * 100, '.1f')}% by a clock beside ``gt.Monitor`` every "
                 f"{each['every']})"
             )
-        said.append(text if each["alone"] else f"{text}, measured beside other work")
-    if not said:
-        return []
-    return [f"A trace every 100 steps of an LSTM takes, of training time, {'; '.join(said)}."]
+        said.append(f"{text}." if each["alone"] else f"{text}, measured beside other work.")
+    return said
 
 
 # Tables -------------------------------------------------------------------------------------------
