@@ -793,7 +793,8 @@ def scalar_edges(name: str, device: str) -> int:
         taken = x[at].cumsum(1)
         loss = torch.zeros_like(x).index_add(0, at, taken).exp().sum()
     else:
-        at, size = torch.stack([at, at.flip(0)]), (4, 4)
-        edges = torch.sparse_coo_tensor(at, torch.rand(4).to(device), size, check_invariants=True)
-        loss = torch.sparse.mm(edges.coalesce(), x[:4, 0]).exp().sum()
+        with torch.sparse.check_sparse_tensor_invariants(True):
+            places, numbers = torch.stack([at, at.flip(0)]), torch.rand(4).to(device)
+            edges = torch.sparse_coo_tensor(places, numbers, (4, 4)).coalesce()
+            loss = torch.sparse.mm(edges, x[:4, 0]).exp().sum()
     return gradtrace.graph(loss).scalar_edges

@@ -145,16 +145,16 @@ def measures_of(traced: Trace, pairs: bool) -> dict[str, Any]:
 def of_modules(device: str, dtype: torch.dtype, recurrent: type[nn.Module]) -> dict[str, Any]:
     """What does not depend on whether the cell of a recurrent layer is one operator, as on a GPU,
     or many: the gradient through modules; and of an LSTM, which has the same routes in both, their
-    masses and paths.
+    masses and the heaviest of them. Not those of greedy, which chooses among operators by their
+    sums: on a GPU each step is one, on the CPU the inputs of all steps are multiplied at once.
     """
     traced, counts = trace(device, dtype, False, recurrent=recurrent), {}
     floats = decomposed(traced, MODULES)
     if recurrent is nn.LSTM:
         for p in POWERS:
             floats[f"mass shares {p}"] = traced.mass(MODULES, p=p).shares
-        for rule in ("greedy", "viterbi"):
-            table = dataclasses.replace(traced, rule=rule).influence(MODULES)
-            counts[rule] = [(row.name, row.through, row.eligible) for row in table]
+        table = dataclasses.replace(traced, rule="viterbi").influence(MODULES)
+        counts["viterbi"] = [(row.name, row.through, row.eligible) for row in table]
     return {"floats": floats, "counts": counts}
 
 
