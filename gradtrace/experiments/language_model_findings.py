@@ -284,11 +284,13 @@ def told_headline(facts: Mapping[str, Any]) -> str:
         return ""
     learned, lengths = facts["learned"][name], facts["lengths"][name]
     words, _ = facts["sizes"]
+    before, after = (each[0] for each in lengths["length"])
+    seeds = facts["seeds"]
     said = (
-        f"A language model with {words:,} words comes within {_said(learned['above'])} nats a "
-        "word of the least possible loss; a path from its first "
-        f"weights has {_said(lengths['length'][1], '.0f')} operators "
-        f"({_said(lengths['length'][0], '.0f')} untrained)"
+        f"A language model with {words:,} words ({name}; {seeds} "
+        f"seed{'s' * (seeds != 1)}) comes within {learned['above'][0]:.2f} nats a word of the "
+        f"least possible loss; a path from its first weights has {after:.0f} operators "
+        f"({before:.0f} untrained)"
     )
     cost = next(iter(facts["cost"].values()), None)
     if cost is None or cost["sampled"] is None:
@@ -412,6 +414,7 @@ def _learning(trained: Sequence[Model]) -> Table:
         rows.append(
             (
                 model.title,
+                len(model.results),
                 model.results[0]["parameters"],
                 *(_said(each) for each in found["loss"]),
                 told(found["source"], ".2f"),
@@ -420,7 +423,7 @@ def _learning(trained: Sequence[Model]) -> Table:
                 _percent(found["right"][1]),
             )
         )
-    columns = ("model", "parameters", "loss before", "loss after", "least possible loss")
+    columns = ("model", "seeds", "parameters", "loss before", "loss after", "least possible loss")
     agreement = ("agreement before", "lowest agreement", "agreement after")
     note = (
         "Nats a word on held-out text. Agreement is that of verbs whose nearest noun has the other "
