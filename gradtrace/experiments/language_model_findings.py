@@ -36,6 +36,13 @@ STRAIGHT = 0.99
 NEGATIVE_ZERO = re.compile(r"-(0(?:\.0+)?)(?![\d.])")
 
 
+def within(share: Interval) -> Interval:
+    """An interval of a share, cut at 0 and 1; one without bounds stays so."""
+    if not all(map(isfinite, share)):
+        return share
+    return Interval(share.value, max(share.low, 0.0), min(share.high, 1.0))
+
+
 class Model(NamedTuple):
     """A kind of model with so many layers: its results by seed."""
 
@@ -57,6 +64,10 @@ class Model(NamedTuple):
     def at(self, place: int, get: Callable[[Result], float]) -> Interval:
         """The mean at a moment: 0 is the first, -1 the last."""
         return self.over(lambda result: get(result["looks"][place]))
+
+    def share(self, place: int, get: Callable[[Result], float]) -> Interval:
+        """The mean at a moment of what is between 0 and 1, and so is its interval."""
+        return within(self.at(place, get))
 
     @property
     def moments(self) -> list[int]:
@@ -127,8 +138,8 @@ def _learned(model: Model) -> dict[str, Any]:
         "loss": [list(model.at(k, lambda look: look["loss"])) for k in (0, -1)],
         "above": list(model.at(-1, lambda look: look["loss"] - look["source"])),
         "source": model.at(-1, lambda look: look["source"]).value,
-        "right": [list(model.at(k, lambda look: look["right"])) for k in (0, -1)],
-        "least": list(model.over(lambda r: min(look["right"] for look in r["looks"]))),
+        "right": [list(model.share(k, lambda look: look["right"])) for k in (0, -1)],
+        "least": list(within(model.over(lambda r: min(look["right"] for look in r["looks"])))),
     }
 
 
@@ -444,12 +455,12 @@ def _influence(trained: Sequence[Model], changes: Mapping[str, Mapping[str, Inte
                 (
                     model.title,
                     part,
-                    _percent(model.at(0, share)),
-                    _percent(model.at(-1, share)),
+                    _percent(model.share(0, share)),
+                    _percent(model.share(-1, share)),
                     _said(changes[model.title][part], "+.1f", 100),
                     "yes" if _sure(changes[model.title][part]) else "no",
                     *(
-                        _percent(model.at(k, lambda look, place=place: share(look, place)))  # type: ignore[misc]
+                        _percent(model.share(k, lambda look, place=place: share(look, place)))  # type: ignore[misc]
                         for place in (1, 2)
                         for k in (0, -1)
                     ),
@@ -593,7 +604,7 @@ def _over_training(model: Model) -> Plot:
             part.partition(", ")[2],
             steps,
             [
-                model.at(k, lambda look, part=part: look["influence"][part][0])  # type: ignore[misc]
+                model.share(k, lambda look, part=part: look["influence"][part][0])  # type: ignore[misc]
                 for k in range(len(steps))
             ],
         )
@@ -608,7 +619,7 @@ def _agreement(trained: Sequence[Model]) -> Plot:
         _series(
             model.title,
             [f"{step:,}" for step in model.moments],
-            [model.at(k, lambda look: look["right"]) for k in range(len(model.moments))],
+            [model.share(k, lambda look: look["right"]) for k in range(len(model.moments))],
         )
         for model in _shallow(trained)
     ]
@@ -676,7 +687,7 @@ def _in_time(model: Model) -> Plot:
         _series(
             word,
             list(times),
-            [model.at(place, lambda look, t=t: look["time"][t]) for t in times],  # type: ignore[misc]
+            [model.share(place, lambda look, t=t: look["time"][t]) for t in times],  # type: ignore[misc]
         )
         for word, place in (("step 0 (control)", 0), ("trained", -1))
     ]
