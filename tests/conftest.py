@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else threads that wait take all cores
@@ -23,6 +26,7 @@ for device in (torch.cuda, torch.xpu, torch.mtia):
         device.manual_seed_all = lambda seed: None
 
 import forks  # noqa: E402 - found by the line above
+from architectures import ARCHITECTURES  # noqa: E402
 from thorough import THOROUGH, few  # noqa: E402
 
 settings.register_profile(
@@ -53,6 +57,9 @@ SLOW = (
 
 CHUNK = 25
 """Tests of other files that a worker takes at a time."""
+
+MANY = 5_000
+"""Tests from which on it pays to import beforehand what some of them need."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -112,5 +119,20 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     if torch.cuda.is_available():
         raise pytest.UsageError("--forks: CUDA does not outlive a fork; use -n")
+    if len(session.items) > MANY:
+        _preload()
     forks.run(session, count)
     return True
+
+
+def _preload() -> None:
+    """What many tests import when they first use it, which takes half a minute: copies share it."""
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure", "pandas"):
+        with suppress(ImportError):
+            importlib.import_module(name)
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")  # transformers' own
+        for build in ARCHITECTURES.values():
+            build()
+    gc.collect()
+    gc.freeze()

@@ -53,6 +53,8 @@ class Sender:
         self.to.send((nodeid, location))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call":
+            return  # nobody counts these
         hook = self.config.hook
         self.to.send(hook.pytest_report_to_serializable(config=self.config, report=report))
 

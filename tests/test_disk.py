@@ -87,7 +87,7 @@ def counted(path: Path) -> Any:
 def alarm() -> Any:
     """What hangs fails."""
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(60)
+    signal.alarm(fresh.LONG)  # a machine may have much else to do
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
