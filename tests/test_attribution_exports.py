@@ -275,6 +275,16 @@ def test_circuit_tracer_by_hand() -> None:
     assert [found[name]["is_target_logit"] for name in found] == [False] * 5 + [True]
 
 
+def test_positions_of_several_dimensions_are_counted_row_by_row() -> None:
+    graph = by_hand()
+    grid = InputPositions((2, 3), tuple("abcdef"))
+    node = graph["q[2]"]._replace(position=(1, 2))
+    changed = replace(graph, nodes=(node,), inputs={**graph.inputs, "q": grid})
+    (found,) = circuit_tracer(changed)["nodes"]
+    before = len(graph.inputs["p"].labels)
+    assert found["ctx_idx"] == before + 1 * 3 + 2
+
+
 def test_model_explorer_by_hand() -> None:
     (graph,) = model_explorer(by_hand())["graphs"]
     found = {node["id"]: node for node in graph["nodes"]}

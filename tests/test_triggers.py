@@ -643,3 +643,10 @@ def test_a_call_of_the_model_is_seen_in_whatever_way_it_runs() -> None:
         assert torch.fx.symbolic_trace(model)(x).shape == x.shape
         Model.forward = lambda self, x: x * 0  # type: ignore[method-assign]
         assert not model(x).any()
+
+
+def test_a_part_that_is_monitored_is_one_node_for_fx() -> None:
+    linear = nn.Linear(2, 2)
+    with gt.Monitor(linear, trigger="spike", view=False):
+        graph = torch.fx.symbolic_trace(nn.Sequential(linear)).graph
+    assert [node.op for node in graph.nodes] == ["placeholder", "call_module", "output"]
