@@ -205,6 +205,24 @@ def test_no_look_is_lost(tmp_path: Path, dead: tuple[int, ...]) -> None:
         assert all(bool(each.notes) == bool(dead) for each in records)
 
 
+def test_an_incident_that_is_told_after_the_end_is_in_the_file_and_on_the_page(
+    tmp_path: Path,
+) -> None:
+    told, pages = Told(), list[int]()
+    told.failed = ""
+    run = Gathering(Writer(tmp_path / "r.jsonl", {}), Loggers([]), told)
+    run.base = 100
+    run.add_own(100, StepResult(1.0, 1.0))
+    told.messages += [(rank, {"end": 6}) for rank in (2, 3)]
+    run.pump()
+    run.close(106, "ValueError", 0.0, lambda: pages.append(1))
+    what = history.StepIncident(105, "spike", "the loss is 9", "", "", "", "r-rank1.gradtrace", 1)
+    told.messages += [(1, {"step": 5, "incident": what._asdict()}), (1, {"end": 6})]
+    run.pump()
+    found = history.read(tmp_path / "r.jsonl")
+    assert found.incidents == (what,) and not found.running and pages == [1]
+
+
 def test_alone() -> None:
     alone = RankExchange(None, "")
     assert alone.first and alone.world == 1
