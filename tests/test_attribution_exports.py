@@ -324,3 +324,7 @@ def test_mib_by_hand() -> None:
     assert data["cfg"] == {"n_layers": 2, "n_heads": 2, "parallel_attn_mlp": False, "d_model": 8}
     with pytest.raises(GradtraceError, match=r"qkv=True"):
         mib(graph)
+    embed = GraphNode("embed", "module", "embed", "embed", rank=1)  # before the first layer
+    later = GraphEdge("embed", "x.1.mlp", 2.5, 0.1)
+    more = replace(plain, nodes=(*plain.nodes, embed), edges=(*plain.edges, later))
+    assert mib(more)["edges"]["input->m1"]["score"] == 4.0 + 2.5

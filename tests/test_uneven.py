@@ -217,7 +217,8 @@ def test_an_incident_that_is_told_after_the_end_is_in_the_file_and_on_the_page(
     run.pump()
     run.close(106, "ValueError", 0.0, lambda: pages.append(1))
     what = history.StepIncident(105, "spike", "the loss is 9", "", "", "", "r-rank1.gradtrace", 1)
-    told.messages += [(1, {"step": 5, "incident": what._asdict()}), (1, {"end": 6})]
+    sent = what._replace(step=5)._asdict()  # it counts from 0
+    told.messages += [(1, {"step": 5, "incident": sent}), (1, {"end": 6})]
     run.pump()
     found = history.read(tmp_path / "r.jsonl")
     assert found.incidents == (what,) and not found.running and pages == [1]
