@@ -5,7 +5,8 @@ products of windows give what their rows give, to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from backends import CPU, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_maps import TABLE, Make, apart, convolve, maker, whole, windows
-from thorough import few
+from thorough import THOROUGH, few
 from torch import Tensor
 
 from gradtrace.kernels import Reference, cpu_library
@@ -80,8 +81,21 @@ def check(m: Map, x: Tensor, marks: Tensor) -> None:
     same(again, expected)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("name", TABLE)
+def in_turn(kinds: Iterable[Any]) -> list[tuple[str, Any, str]]:
+    """Every map with every kind by the compiled kernels; by plain torch, which is what they are
+    compared with elsewhere, with a kind that they take in turn; with all in the thorough run, and
+    where nothing is compiled.
+    """
+    kinds, found = list(kinds), list[tuple[str, Any, str]]()
+    every = THOROUGH or cpu_library.library() is None
+    for n, name in enumerate(TABLE):
+        mine = kinds if every else [kinds[n % len(kinds)]]
+        found += [(name, kind, "native") for kind in kinds]
+        found += [(name, kind, "torch") for kind in mine]
+    return found
+
+
+@pytest.mark.parametrize(("name", "kind", "kernels"), in_turn(MAKERS), indirect=["kernels"])
 def test_hands_on_the_mark_of_the_best(name: str, kind: str, kernels: None) -> None:
     for dtype in (torch.float64, torch.float32):
         m = TABLE[name](MAKERS[kind](1, dtype))
@@ -91,8 +105,9 @@ def test_hands_on_the_mark_of_the_best(name: str, kind: str, kernels: None) -> N
             check(m, apart(x), apart(some_marks(m)))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(
+    ("name", "dtype", "kernels"), in_turn(HALVES), indirect=["kernels"], ids=str
+)
 def test_half_precision(name: str, dtype: torch.dtype, kernels: None) -> None:
     for make in MAKERS.values():
         m = TABLE[name](make(1, dtype))
