@@ -16,9 +16,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import launch
 import pytest
 import torch
-from torch.distributed import TCPStore
 from typer.testing import CliRunner, Result
 
 from gradtrace.cli import app
@@ -496,23 +496,28 @@ def test_workers_give_the_same_table(mine: Path, whole: Path, tmp_path: Path) ->
     assert table(tmp_path / "two") == table(whole)
 
 
-def ranks(world: int, *args: object) -> list[tuple[int, str, str]]:
-    """What processes that are started as torchrun does say, rank by rank."""
-    # A port that was looked up and closed may be another's when rank 0 comes to open it.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    shared |= {"WORLD_SIZE": str(world), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    found = [started(*args, RANK=str(rank), **shared) for rank in range(world)]
-    told = [process.communicate(timeout=LONG) for process in found]
-    return [(process.returncode, *said) for process, said in zip(found, told)]
+RANKS = {"two": (), "broken": ("--set", "broken=[1]")}
 
 
-def test_two_ranks_give_the_same_table(mine: Path, whole: Path, tmp_path: Path) -> None:
-    first, second = ranks(2, mine, "--quick", "--out", tmp_path / "two")
-    assert (first[0], second[0]) == (0, 0), (first, second)
-    assert "6 sums" in first[1] and second[1] == ""
-    assert len(list((tmp_path / "two" / "mine" / "rows").iterdir())) == 2
-    assert table(tmp_path / "two") == table(whole)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, launch.Ended]:
+    """What two processes left that are started as torchrun does: a run, and one that fails."""
+    asked = {}
+    for name, more in RANKS.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "mine.py").write_text(MINE)
+        (folder / "beside.py").write_text("")
+        words = ["experiment", str(folder / "mine.py"), "--quick", *more, "--out", f"{folder}/o"]
+        asked[name] = launch.Group(json.dumps(words), 2, folder)
+    return dict(zip(asked, launch.started("ranks", *asked.values())))
+
+
+def test_two_ranks_give_the_same_table(ranks: dict[str, launch.Ended], whole: Path) -> None:
+    found = ranks["two"]
+    assert found.codes == [0, 0], found.printed
+    assert "6 sums" in found.out(0) and found.out(1) == ""
+    assert len(list((found.folder / "o" / "mine" / "rows").iterdir())) == 2
+    assert table(found.folder / "o") == table(whole)
 
 
 @pytest.mark.thorough
@@ -529,12 +534,11 @@ def test_torchrun_gives_the_same_table(mine: Path, whole: Path, tmp_path: Path) 
     assert table(tmp_path / "two") == table(whole)
 
 
-def test_a_rank_that_fails_fails_the_run_and_is_named(mine: Path, tmp_path: Path) -> None:
-    for code, printed, told in ranks(
-        2, mine, "--quick", "--set", "broken=[1]", "--out", tmp_path / "o"
-    ):
-        assert code == 2 and printed == ""
-        last = told.strip().splitlines()[-1]
+def test_a_rank_that_fails_fails_the_run_and_is_named(ranks: dict[str, launch.Ended]) -> None:
+    found = ranks["broken"]
+    for rank in range(2):
+        assert found.codes[rank] == 2 and found.out(rank) == ""
+        last = found.err(rank).strip().splitlines()[-1]
         assert "rank 1: " in last and "broken on purpose" in last
 
 
