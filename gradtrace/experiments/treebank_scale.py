@@ -18,8 +18,9 @@ model and activations, in a new process. The words are random, since costs do no
 Seeds: The seed says weights and words: 0, 1, 2, ...
 
 Limits: Words are random and the model is not trained: costs do not depend on either, influence
-does. The chapter does not say how it counts edges, so three ways are shown. Times are of one
-machine and one thread, of few seeds.
+does. The chapter does not say how it counts edges, so three ways are shown. Times of the published
+run are of one thread of a machine that had other work to do, and rough; counts and bytes do not
+depend on it.
 """
 
 from __future__ import annotations
