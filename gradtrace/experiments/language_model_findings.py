@@ -298,10 +298,9 @@ def told_headline(facts: Mapping[str, Any]) -> str:
     before, after = (each[0] for each in lengths["length"])
     seeds = facts["seeds"]
     said = (
-        f"A language model with {words:,} words ({name}; {seeds} "
-        f"seed{'s' * (seeds != 1)}) comes within {learned['above'][0]:.2f} nats a word of the "
-        f"least possible loss; a path from its first weights has {after:.0f} operators "
-        f"({before:.0f} untrained)"
+        f"A language model with {words:,} words ({seeds} seed{'s' * (seeds != 1)}) comes within "
+        f"{learned['above'][0]:.2f} nats a word of the least possible loss; a path from its first "
+        f"weights has {after:.0f} operators ({before:.0f} untrained)"
     )
     cost = next(iter(facts["cost"].values()), None)
     if cost is None or cost["sampled"] is None:
