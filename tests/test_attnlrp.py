@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from test_attribution import EMBEDDINGS, TwoLayers
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.attribution.lrp import ELEMENTWISE, PRODUCTS
+from gradtrace.attribution.lrp import ELEMENTWISE, PRODUCTS, ratio
 from gradtrace.errors import Unsupported
 
 
@@ -305,3 +306,25 @@ def test_saturated_functions_keep_relevance(function: Any) -> None:
     with gt.watch(nn.Identity()) as watch:
         scalar = function(x).sum()
     assert 0.9 < float(relevance(watch, scalar, x).scores["x"]) < 4
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.silu,
+        F.gelu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        F.softplus,
+        lambda x: F.softplus(x, 3.0, 2.0),
+    ],
+)
+def test_the_factor_of_a_function_has_its_options(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.linspace(-2, 3, 12, dtype=torch.float64, requires_grad=True)
+    y = function(x)
+    node: Any = y.grad_fn
+    torch.testing.assert_close(ELEMENTWISE[node.name()](node) * x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_a_factor_keeps_its_sign_where_the_input_is_nearly_zero() -> None:
+    tiny = torch.tensor([1e-30, -1e-30])
+    assert (ratio(tiny, tiny) > 0).all() and (ratio(-tiny, tiny) < 0).all()
