@@ -607,6 +607,8 @@ def test_no_operation_of_torch_and_one_number_are_read_in_a_step_without_inciden
                 step(told)
             names[told] = Counter(event.name for event in seen.events() or ())
     more = names[True] - names[False]
+    if FiniteGradients([*model.parameters()])._compiled is None:
+        pytest.skip("without the compiled kernels gradients are added up by torch")
     assert more == {"aten::item": 1, "aten::_local_scalar_dense": 1}
 
 
