@@ -18,7 +18,9 @@ by the system too, in a process of their own.
 Seeds: The seed says weights and inputs; counts do not depend on it, and one is enough.
 
 Limits: Counts are of plain chains of equal layers and hold for PyTorch's allocator on a CPU; what
-the system reports beside them varies by pages. Nothing is drawn, so there are no intervals.
+the system reports beside them varies by pages. What a trace keeps has in it a copy of each weight
+of at most 65,536 elements, as all of these are, by which it notices that weights were changed; of
+larger ones it copies 4,096 elements. Nothing is drawn, so there are no intervals.
 """
 
 from __future__ import annotations
