@@ -31,6 +31,7 @@ NAMES = {
     "autograd.graph.get_gradient_edge": "running hooks on leaves",
     "utils.hooks.RemovableHandle.next_id": "noticing that a hook was registered",
     "_C._nn.cross_entropy_loss": "opening the cross entropy into elementary operators",
+    "_C._get_tracing_state": "leaving modules to torch.jit.trace",
     "_C._current_graph_task_id": "telling whether a backward pass runs",
     "_C._will_engine_execute_node": "running multi-grad hooks once",
     "_C._autograd._unsafe_set_version_counter": "undoing what a recomputation writes",
