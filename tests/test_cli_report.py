@@ -306,6 +306,6 @@ def test_a_script_can_do_as_it_likes(tmp_path: Path) -> None:
 
 
 def test_the_shell_is_answered() -> None:
-    words = {"_GRADTRACE_COMPLETE": "complete_bash", "COMP_WORDS": "gradtrace experiment la"}
+    words = {"_GRADTRACE_COMPLETE": "complete_bash", "COMP_WORDS": "gradtrace experiment lay"}
     done = process(stdout=subprocess.PIPE, env={**os.environ, **words, "COMP_CWORD": "2"})
     assert done.stdout.split() == ["layers"], done.stderr

@@ -7,6 +7,7 @@ off during a pass.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -28,9 +29,20 @@ LOSS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.flo
 """Dtypes that a loss may have; ``seed_of`` refuses complex ones with its own message."""
 
 
+class _OwnWork(threading.local):
+    """How many passes of gradtrace are under way on this thread, one inside the other."""
+
+    depth = 0
+
+
+OWN_WORK = _OwnWork()
+
+
 @contextmanager
 def isolated() -> Iterator[None]:
     """Within, no modes of the caller are active and no graph is built; also usable as a decorator.
+
+    A watch that is open does not record what is computed within (``OWN_WORK``).
 
     Out-of-memory errors are raised as ``TooLarge``, with advice.
 
@@ -49,6 +61,7 @@ def isolated() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
+        OWN_WORK.depth += 1
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -59,6 +72,8 @@ def isolated() -> Iterator[None]:
                 "sampled elements: influence(sample=10_000), or whole tensors: "
                 "granularity='operator'"
             ) from error
+        finally:
+            OWN_WORK.depth -= 1
 
 
 def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:

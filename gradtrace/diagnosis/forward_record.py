@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import nodes
+from gradtrace.autodiff.loss_checks import OWN_WORK
 from gradtrace.diagnosis.source_lines import Place, SourceLine, place
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
@@ -312,7 +313,7 @@ class ForwardRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch, and record it if it takes or makes values."""
         kwargs = kwargs or {}
-        name = _name(func) if self.record.whole else ""
+        name = _name(func) if self.record.whole and not OWN_WORK.depth else ""
         if name == "_set_grad_enabled":
             if not args[0]:
                 self._off_line = place(sys._getframe(1)).line
