@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType, SimpleNamespace
@@ -137,19 +138,25 @@ CASES: dict[str, tuple[Callable[[int], Made], tuple[str, ...]]] = {
 
 
 def calls(work: Callable[[], Any]) -> int:
-    """How many functions are called, of Python and of C, or generators asked for the next."""
+    """How many functions are called, of Python and of C, or generators asked for the next.
+
+    Not those of finalisers: the collector, which would call what earlier tests left, is off.
+    """
     count = 0
 
     def see(frame: FrameType, event: str, arg: object) -> None:
         nonlocal count
         count += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    before, collecting = sys.getprofile(), gc.isenabled()
+    gc.disable()
     sys.setprofile(see)
     try:
         work()
     finally:
         sys.setprofile(before)
+        if collecting:
+            gc.enable()
     return count
 
 
