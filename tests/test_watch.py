@@ -1260,6 +1260,26 @@ def test_a_loss_of_before_warns_while_the_watch_is_open() -> None:
         watch.trace(loss * 2)
 
 
+@pytest.mark.parametrize("ask", ["trace", "influence", "mass", "backward", "diagnose"])
+def test_an_open_watch_records_the_forward_pass_alone(ask: str) -> None:
+    """And not what gradtrace computes while it is open."""
+    late = Late()
+    with gt.watch(late.model) as watch:
+        loss = late.loss()
+        record = watch._record
+        assert record is not None
+        count = len(record.operations)
+        if ask == "backward":
+            gt.backward(loss)
+        elif ask == "diagnose":
+            watch.diagnose(loss)
+        else:
+            trace = watch.trace(loss)
+            if ask != "trace":
+                getattr(trace, ask)()
+        assert len(record.operations) == count > 0
+
+
 def test_modules_that_ran_after_the_watch_was_closed_are_named() -> None:
     late = Late()
     with gt.watch(late.model) as watch:

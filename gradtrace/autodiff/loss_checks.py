@@ -7,7 +7,6 @@ off during a pass.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -18,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.names import NameTable
+from gradtrace.autodiff.pass_scope import own_work
 from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
@@ -29,20 +29,11 @@ LOSS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.flo
 """Dtypes that a loss may have; ``seed_of`` refuses complex ones with its own message."""
 
 
-class _OwnWork(threading.local):
-    """How many passes of gradtrace are under way on this thread, one inside the other."""
-
-    depth = 0
-
-
-OWN_WORK = _OwnWork()
-
-
 @contextmanager
 def isolated() -> Iterator[None]:
     """Within, no modes of the caller are active and no graph is built; also usable as a decorator.
 
-    A watch that is open does not record what is computed within (``OWN_WORK``).
+    A watch that is open does not record what is computed within (``own_work``).
 
     Out-of-memory errors are raised as ``TooLarge``, with advice.
 
@@ -61,7 +52,7 @@ def isolated() -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
-        OWN_WORK.depth += 1
+        stack.enter_context(own_work())
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -72,8 +63,6 @@ def isolated() -> Iterator[None]:
                 "sampled elements: influence(sample=10_000), or whole tensors: "
                 "granularity='operator'"
             ) from error
-        finally:
-            OWN_WORK.depth -= 1
 
 
 def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:

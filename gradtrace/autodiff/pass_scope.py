@@ -26,6 +26,7 @@ class _PassState(threading.local):
     """The pass of gradtrace that runs on this thread."""
 
     passes = 0  # nested ones
+    own = 0  # nested calls of gradtrace, a pass or what is computed from one
     reruns = False  # whether a forward pass is one that is run again
     number = -1
     recomputation: uuid.UUID | None = None
@@ -41,6 +42,21 @@ def backward_runs() -> bool:
     If so, a call of a module is the recomputation of a checkpoint.
     """
     return _PASS.passes > 0 or _TASK() != -1
+
+
+@contextlib.contextmanager
+def own_work() -> Iterator[None]:
+    """Within, what is computed on this thread is gradtrace's, not the user's."""
+    _PASS.own += 1
+    try:
+        yield
+    finally:
+        _PASS.own -= 1
+
+
+def own_work_runs() -> bool:
+    """Whether this thread is within ``own_work``, or ``backward_runs`` holds."""
+    return _PASS.own > 0 or backward_runs()
 
 
 def rerun_is_running() -> bool:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.loss_checks import OWN_WORK
+from gradtrace.autodiff.pass_scope import own_work_runs
 from gradtrace.diagnosis.source_lines import Place, SourceLine, place
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
@@ -313,12 +313,12 @@ class ForwardRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch, and record it if it takes or makes values."""
         kwargs = kwargs or {}
-        name = _name(func) if self.record.whole and not OWN_WORK.depth else ""
+        name = _name(func) if self.record.whole else ""
         if name == "_set_grad_enabled":
             if not args[0]:
                 self._off_line = place(sys._getframe(1)).line
             return func(*args, **kwargs)
-        if not name or _task() != -1:  # inside a backward pass
+        if not name or own_work_runs():  # or inside a backward pass
             return func(*args, **kwargs)
         given, numbers = _arguments(args, kwargs)
         if any(type(each) not in PLAIN and is_lazy(each) for each in given):
@@ -475,7 +475,6 @@ def _name(func: Any) -> str:
 
 
 _NAMED = (BuiltinFunctionType, FunctionType, MethodDescriptorType)
-_task = torch._C._current_graph_task_id
 
 _COMMON = frozenset((0.0, 1.0, -1.0, 0.5, 2.0))
 """Numbers that are equal to one that was read by chance."""
