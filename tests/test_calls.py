@@ -416,12 +416,13 @@ def test_a_watched_model_can_be_scripted(how: Any) -> None:
         ).module(),
         lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.Tanh())),
         lambda: nn.LazyLinear(3),
+        lambda: nn.LazyBatchNorm1d(),
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
     ],
-    ids=["scripted", "traced", "exported", "fx", "lazy", "parametrized"],
+    ids=["scripted", "traced", "exported", "fx", "lazy", "lazy norm", "parametrized"],
 )
 def test_modules_of_other_kinds(make: Any, call: str) -> None:
-    if call == "forward" and make().__class__.__name__ == "LazyLinear":
+    if call == "forward" and make().__class__.__name__.startswith("Lazy"):
         pytest.skip("a lazy module is made by its call")
     model = Net(make(), WAYS[call])
     with gt.watch(model) as watch:

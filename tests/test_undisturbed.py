@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -408,3 +409,90 @@ def test_a_hook_on_several_tensors_runs_once_a_pass(mode: str, look: Any) -> Non
     if mode == "all":
         for x, y in zip(found, want):
             torch.testing.assert_close(x, y)
+
+
+# Functions whose backward is written for one call ------------------------------------------------
+
+
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Any) -> Tensor:
+        ctx.calls = 0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.calls += 1
+        return grad * ctx.calls, None
+
+
+class Drops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Any) -> Tensor:
+        ctx.x, ctx.more = x.detach(), x.detach()
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, ctx.x = ctx.x, None
+        del ctx.more
+        return grad * (1 - x.tanh() ** 2), None
+
+
+class Pops(torch.autograd.Function):
+    """Takes from a list that several functions share, so that it may be put back at the end only"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: Any) -> Tensor:
+        ctx.stack = stack
+        stack[0].append(x.detach())
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * (1 - ctx.stack[0].pop().tanh() ** 2), None
+
+
+class Writes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Any) -> Tensor:
+        ctx.state = SimpleNamespace(y=x.detach().sigmoid(), calls=0)
+        return ctx.state.y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        state = ctx.state
+        state.calls += 1
+        return grad.mul_(state.y.mul_(1 - state.y)) * state.calls, None
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("function", [Counts, Drops, Pops, Writes])
+def test_functions_are_left_for_backward(function: Any) -> None:
+    """Whatever gradtrace asks of a graph, ``loss.backward()`` afterwards is as without it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
+    x = torch.randn(3, SIZE)
+
+    def loss_of() -> Tensor:
+        stack: list[list[Tensor]] = [[]]
+        y = model[0](x)
+        y = model[1](function.apply(y, stack)) + y
+        return function.apply(y, stack).square().mean()
+
+    loss_of().backward()
+    want = gradients_of(model)
+    with gt.watch(model) as watch:
+        loss = loss_of()
+    traced = watch.trace(loss)
+    traced.influence()
+    watch.backward(loss, gt.semirings.MAX)
+    for found in (traced.gradients, watch.backward(loss)):
+        for a, b in zip(found.values(), want):
+            torch.testing.assert_close(a, b)
+    model.zero_grad()
+    loss.backward()
+    assert all(map(torch.equal, gradients_of(model), want))

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import internals, memory_limits
-from gradtrace.pytorch.side_effects import users_code
+from gradtrace.pytorch.side_effects import function_code
 from gradtrace.types import Shape
 
 Node: TypeAlias = Any  # torch.autograd.graph.Node; its subclasses are generated, and untyped
@@ -313,7 +313,7 @@ def _apply(node: Node, grads: Grads) -> Grads:
     """
     if name_of(node) in REFUSED:
         raise _Refused(REFUSED[name_of(node)])
-    with users_code():
+    with function_code(node, grads):
         outs = type(node).apply(node, *grads)  # not node.apply: see engine_cotangents
     outs = outs if isinstance(outs, tuple) else (outs,)
     needs = node.needs_input_grad

@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 from gradtrace.autodiff.nodes import Edges, Node
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
 from gradtrace.pytorch.global_switches import Switch
-from gradtrace.pytorch.side_effects import users_code
+from gradtrace.pytorch.side_effects import functions_restored, users_code
 
 
 class _PassState(threading.local):
@@ -143,7 +143,7 @@ def one_pass() -> Iterator[None]:
     outer = _PASS.passes, _PASS.number
     _PASS.passes, _PASS.number = outer[0] + 1, next(_NUMBERS)
     try:
-        with torch.no_grad(), recomputed_once(), _PATCHED:
+        with torch.no_grad(), recomputed_once(), _PATCHED, functions_restored():
             yield
     finally:
         _PASS.passes, _PASS.number = outer

@@ -459,8 +459,10 @@ class _ObservedCall:
 
     def _notify_and_run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """``Kind.forward(module, x)``, and ``module.forward(x)``."""
-        if not isinstance(module, self.kind):
-            return self.own(module, *args, **kwargs)
+        if not isinstance(module, self.kind):  # a lazy module has another class after its pre-hook
+            lazy = getattr(self.kind, "cls_to_become", None) is type(module)
+            own = type(module).forward if lazy else self._of_class(None, self.kind)
+            return own(module, *args, **kwargs)
         found = self._of_class(module, type(module))
         if not self._is_observed(module):
             return found(*args, **kwargs)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: set[object] = set()
         self._fresh: set[int] = set()
 
+    def ignore(self, tensors: Any) -> None:
+        """Do not save what is written to these, which belong to the pass."""
+        self._fresh.update(map(_memory, tensors_in(tensors)))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Save what the operation will overwrite, and run it."""
         kwargs = kwargs or {}
@@ -101,6 +106,7 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class _Active(threading.local):
     undo: Undo | None = None
+    functions: FunctionLog | None = None
 
 
 _ACTIVE = _Active()
@@ -212,6 +218,82 @@ def restored(model: nn.Module) -> Iterator[Undo]:
         _ACTIVE.undo = outer
         undo.restore()
         notes.restore()
+
+
+class FunctionLog:
+    """The state of the ``torch.autograd.Function``s that a pass calls, as it was before.
+
+    The ``backward`` of such a function is written for one call: it may count on its context, drop
+    what it no longer needs (``ctx.x = None``), take from a list, or write to tensors.
+    """
+
+    def __init__(self) -> None:
+        self.undo = Undo()
+        self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._inside: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, owner: Any, depth: int = 2) -> None:
+        """Save the attributes of a context, of the objects that it refers to, and the contents of
+        lists, dictionaries and sets in them.
+        """
+        if id(owner) in self._attributes:
+            return
+        before = dict(vars(owner))
+        self._attributes[id(owner)] = owner, before
+        waiting = list(before.values())
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, CONTAINERS):
+                if id(value) in self._inside:
+                    continue
+                self._inside[id(value)] = value, copy.copy(value)
+            if isinstance(value, (tuple, *CONTAINERS)):
+                inside = value.values() if isinstance(value, dict) else value
+                waiting += [each for each in inside if isinstance(each, (tuple, *CONTAINERS))]
+            elif depth > 1 and _is_plain(value):
+                self.note(value, depth - 1)
+
+    def restore(self) -> None:
+        """Restore what was noted."""
+        self.undo.restore()
+        for owner, before in self._attributes.values():
+            now = vars(owner)
+            if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
+                now.clear()
+                now.update(before)
+        for held, contents in self._inside.values():
+            _refill(held, contents)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is an object of a class of the user's, of which the attributes are state."""
+    known = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, known)
+
+
+@contextmanager
+def functions_restored() -> Iterator[None]:
+    """Restores on exit what ``torch.autograd.Function``s change in ``function_code``."""
+    log, outer = FunctionLog(), _ACTIVE.functions
+    _ACTIVE.functions = log
+    try:
+        yield
+    finally:
+        _ACTIVE.functions = outer
+        log.restore()
+
+
+def function_code(node: Any, grads: Any) -> AbstractContextManager[Any]:
+    """The context for the ``backward`` of a ``torch.autograd.Function`` in a pass. ``grads`` are
+    the gradients that it is given, which it may write to.
+    """
+    log = _ACTIVE.functions
+    if log is None:
+        return users_code()
+    log.note(node)
+    undo = _ACTIVE.undo or log.undo
+    undo.ignore(grads)
+    return undo
 
 
 @contextmanager

@@ -111,11 +111,12 @@ class FormulaRecorder:
         self._finish_checks()
         self.recorder.begin(block.steps)
         self.recorder.track(tensor, block.takes[0])
+        given = self._known([tensor])
         with self.recorder:
             (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
         if id(changed) not in self.recorder.values:
             raise NotLinear("the gradient was replaced by one that has nothing to do with it")
-        self._check_linear(block.steps, [tensor], [changed])
+        self._check_linear(block.steps, [tensor], given, [changed])
         block.gives[0] = self.recorder.values[id(changed)]
         return tensor if changed is None else changed
 
@@ -145,33 +146,46 @@ class FormulaRecorder:
         hooked = node._sequence_nr() < self.clear_since
         if hooked or (facts.python and block.label is None):
             self._finish_checks()
+        users = hooked or facts.python
+        given = self._known(grads) if users else {}
         ready: Grads = grads
         if hooked:
             ready = hooks.before(node, grads)
         elif facts.python and any(grad is None for grad in grads):
             ready = nodes.engine_cotangents(node, grads)
         if ready is not grads:
-            self._check_linear(block.steps, grads, ready)
+            self._check_linear(block.steps, grads, given, ready)
+            given = self._known(ready)
         formula = len(block.steps)
         outs = self._call(node, ready, block)
         if facts.python:
-            self._check_linear(block.steps[formula:], ready, outs)
+            self._check_linear(block.steps[formula:], ready, given, outs)
         if hooked:
-            formula, before = len(block.steps), outs
+            formula, before, given = len(block.steps), outs, self._known(outs)
             outs = hooks.after(node, outs, ready)
-            self._check_linear(block.steps[formula:], before, outs)
+            self._check_linear(block.steps[formula:], before, given, outs)
         return outs
 
-    def _check_linear(self, steps: list[Step], given: Grads, wanted: Grads) -> None:
+    def _known(self, given: Grads) -> dict[int, Tensor]:
+        """What user code is given, by value number; copies, since it may write to its arguments."""
+        values = self.recorder.values
+        with _disable_current_modes():
+            return {
+                values[id(x)]: as_real(x).clone() for x in given if x is not None and id(x) in values
+            }
+
+    def _check_linear(
+        self, steps: list[Step], given: Grads, known: dict[int, Tensor], wanted: Grads
+    ) -> None:
         """Check that the steps recorded for user code give the results ``wanted`` of that code.
 
-        ``given`` are its inputs. Raises ``NotLinear`` if they differ.
+        ``given`` are its inputs, ``known`` what they held. Raises ``NotLinear`` if they differ.
         """
         values = self.recorder.values
-        if all(any(x is y for y in given) for x in wanted):
+        if not steps and all(any(x is y for y in given) for x in wanted):
             return
         with _disable_current_modes():
-            known = {values[id(x)]: as_real(x) for x in given if id(x) in values and x is not None}
+            known = dict(known)
             for step in steps:
                 known[step.out] = gradient_of(step, self.recorder.maps, known)
             most = max((float(x.abs().amax()) for x in known.values() if x.numel()), default=0.0)
