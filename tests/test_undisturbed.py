@@ -467,7 +467,7 @@ class Writes(torch.autograd.Function):
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
 @pytest.mark.parametrize("function", [Counts, Drops, Pops, Writes])

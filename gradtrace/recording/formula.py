@@ -171,7 +171,9 @@ class FormulaRecorder:
         values = self.recorder.values
         with _disable_current_modes():
             return {
-                values[id(x)]: as_real(x).clone() for x in given if x is not None and id(x) in values
+                values[id(x)]: as_real(x).clone()
+                for x in given
+                if x is not None and id(x) in values
             }
 
     def _check_linear(
