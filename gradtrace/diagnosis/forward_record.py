@@ -337,7 +337,8 @@ class ForwardRecorder(TorchFunctionMode):
             new = {*map(id, fresh), *map(id, changed)}
             same = {id(t) for t in made if id(t) not in new}
             needs = any(id(t) not in same for t in needing)
-            self._write(name, numbers, given, needs, fresh, changed, start)
+            written = not _in_flight(func, out)
+            self._write(name, numbers, given, needs, fresh, changed, start, written)
             if isinstance(out, float) and out not in _COMMON:
                 self._read[out] = self.record.count
         return out
@@ -351,6 +352,7 @@ class ForwardRecorder(TorchFunctionMode):
         fresh: list[Tensor],
         changed: list[Tensor],
         start: int,
+        written: bool,
     ) -> None:
         record = self.record
         where = place(sys._getframe(2), functions=not torch.is_grad_enabled())
@@ -359,7 +361,8 @@ class ForwardRecorder(TorchFunctionMode):
         made = (*fresh, *changed)
         gives = []
         for value, tensor in zip(outputs, made):
-            record.measure(value, tensor)
+            if written:
+                record.measure(value, tensor)
             if tensor.requires_grad:
                 gives.append(value)
         if name in EXITS:  # the value is the number in Python
@@ -431,11 +434,16 @@ class ForwardRecorder(TorchFunctionMode):
         return None
 
 
-def first_bad(tensor: Tensor, given: list[Tensor]) -> Element:
-    """The first element that is NaN, or else infinite, with the inputs that belong to it."""
+def first_bad(tensor: Tensor, given: list[Tensor]) -> Element | None:
+    """The first element that is NaN, or else infinite, with the inputs that belong to it; None if
+    another thread has written other numbers since.
+    """
     bad = tensor.isnan()
     bad = bad if bool(bad.any()) else ~tensor.isfinite()
-    flat = int(bad.reshape(-1).nonzero()[0])
+    found = bad.reshape(-1).nonzero()
+    if not len(found):
+        return None
+    flat = int(found[0])
     at = torch.tensor(flat, device="cpu")
     index = tuple(int(i) for i in torch.unravel_index(at, tensor.shape))
     described = [_input_at(each.detach(), tensor, index) for each in given]
@@ -458,6 +466,16 @@ def _input_at(given: Tensor, out: Tensor, index: tuple[int, ...]) -> str:
     return f"{kind} of shape {tuple(given.shape)} between {extent.low:.4g} and {extent.high:.4g}"
 
 
+def _in_flight(func: Any, out: Any) -> bool:
+    """Whether another thread may still write what a function has made: functional collectives
+    return at once, and ``async_op=True`` returns something to wait for. Until then memory holds
+    anything.
+    """
+    if type(func) in _AT_ONCE or out is None:
+        return False
+    return str(getattr(func, "__module__", "")).startswith(_COLLECTIVES)
+
+
 def _name(func: Any) -> str:
     """``detach``, ``.data`` for the getter of an attribute, ``data=`` for its setter; empty for
     functions that make no values.
@@ -475,6 +493,9 @@ def _name(func: Any) -> str:
 
 
 _NAMED = (BuiltinFunctionType, FunctionType, MethodDescriptorType)
+
+_AT_ONCE = (BuiltinFunctionType, MethodDescriptorType)
+_COLLECTIVES = ("torch._ops._c10d_functional", "torch._ops.c10d", "torch.distributed.")
 
 _COMMON = frozenset((0.0, 1.0, -1.0, 0.5, 2.0))
 """Numbers that are equal to one that was read by chance."""

@@ -8,8 +8,10 @@ import pytest
 import torch
 from nonfinite_cases import CASES, Middle
 from silent_cases import data, training
+from torch import Tensor
 
 import gradtrace as gt
+from gradtrace.diagnosis.forward_record import Extent, ForwardRecord, ForwardRecorder, first_bad
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,3 +99,25 @@ def test_bad_elements_of_any_shape() -> None:
     bad = watch.diagnose(loss).nonfinite
     assert bad is not None and bad.operator == "rdiv" and bad.element == ()
     assert bad.inputs == ("0 (float32)",)
+
+
+def collective(x: Tensor) -> Tensor:
+    """Returns before its memory is written, as functional collectives do."""
+    return torch.full_like(x, math.nan)
+
+
+@pytest.mark.parametrize("name", ["torch._ops._c10d_functional", "torch.distributed.anything"])
+def test_memory_that_is_still_written_is_not_read(name: str) -> None:
+    collective.__module__ = name
+    record, ones = ForwardRecord(), torch.ones(3)
+    with ForwardRecorder(record, lambda: "head") as recorder:
+        late = recorder.__torch_function__(collective, (), (ones,))
+        late.copy_(ones)
+        sure = late + 1
+    made = next(each for each in record.operations if each.name == "collective")
+    assert made.outputs and record.extents.keys().isdisjoint(made.outputs)
+    assert record.extents[record.known(sure) or 0] == Extent(2.0, 2.0, torch.float32, (3,))
+
+
+def test_numbers_that_changed_meanwhile_are_no_finding() -> None:
+    assert first_bad(torch.ones(3), []) is None
