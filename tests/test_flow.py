@@ -392,7 +392,8 @@ def test_an_lstm_at_every_step() -> None:
 
 def test_a_recurrent_net_forgets() -> None:
     found = flow(Reader(nn.RNN), read(200))
-    assert found.verdict.startswith("Vanishing: the gradient falls from 0.")
+    through = "Vanishing: through 200 uses of the same weights the gradient falls from 0."
+    assert found.verdict.startswith(through)
     assert "to exactly 0 at depth " in found.verdict
     assert "'embed' gets " in found.verdict  # from the last steps
     assert words(found) == {"rnn": "vanishing"}

@@ -22,9 +22,9 @@ from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.traversal import walk
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
 from gradtrace.diagnosis.forward_record import ForwardRecord
-from gradtrace.diagnosis.result import Finding, common_module, listed
+from gradtrace.diagnosis.result import Finding, listed
 from gradtrace.flow import Flow
-from gradtrace.flow.tuning import FAR_FACTOR
+from gradtrace.flow.tuning import FAR_FACTOR, SCORES_FACTOR
 
 DROWNED_FACTOR = 1e4
 """A term of the loss is drowned if another one's gradient is larger by this factor."""
@@ -42,7 +42,14 @@ VERDICTS = {
     "Exploding": "clip the gradient, take smaller steps, normalise, or initialise smaller.",
     "Mostly dead": "a smaller learning rate, another initialisation or a leaky slope help.",
 }
+REPEATED = "through "
+"""How the sentence of a flow begins that is about many uses of the same weights."""
 
+FORGETS = (
+    "gated cells (LSTM, GRU), an orthogonal initialisation, attention or shorter sequences help: "
+    "what happened many steps before teaches nothing now."
+)
+SATURATED = "normalise what goes in, or begin with smaller weights."
 BRANCH = "look at the factor before the branch, and at what it is added to."
 
 
@@ -52,20 +59,24 @@ def flow_findings(flow: Flow) -> Iterator[Finding]:
         word, _, sentence = text.partition(": ")
         if word not in VERDICTS:
             continue
-        rows = [row for row in flow.rows if row.verdict == word.lower() and row.module]
-        quoted = re.findall(r"'([^']*)'", sentence)
-        module = common_module([row.module for row in rows]) or (quoted[-1] if quoted else "")
-        evidence = sentence.partition(". ")[0]
-        limit = "" if word == "Mostly dead" else f" The limit is a factor of {FAR_FACTOR:,.0f}."
-        aside = word == "Vanishing" and "by other ways" in sentence
-        title = "a branch that carries next to nothing" if aside else f"{word.lower()} gradient"
+        ends = dict.fromkeys(re.findall(r"'([^']*)'", sentence.partition("; ")[0]))
+        evidence, advice = sentence.partition(". ")[0], VERDICTS[word]
+        if word == "Mostly dead":
+            title, limit, module = "most of the gradient is 0", "", next(iter(ends), "")
+            advice = SATURATED if "saturated" in sentence else advice
+        else:
+            title, module = f"{word.lower()} gradient", next(reversed(ends), "")
+            limit = f" The limit is a factor of {FAR_FACTOR:,.0f}."
+        if word == "Vanishing" and sentence.startswith(REPEATED):
+            advice = FORGETS
+        at = " to ".join(map(repr, ends)) if word != "Mostly dead" else repr(module)
         yield Finding(
-            "branch" if aside else word.lower(),
+            word.lower(),
             "warning",
-            f"{title}{f', at {module!r}' if module else ''}",
+            f"{title}, {'from' if ' to ' in at else 'at'} {at}" if module else title,
             module,
             evidence=f"{evidence[:1].upper()}{evidence[1:]}.{limit}",
-            advice=BRANCH if aside else VERDICTS[word],
+            advice=advice,
         )
 
 
@@ -81,7 +92,8 @@ def branch_findings(flow: Flow, told: set[str]) -> Iterator[Finding]:
             f"a branch that carries next to nothing: {listed(names)}",
             names[0],
             evidence=f"A gradient of norm {rows[0].norm:.2g} reaches '{names[0]}', and up to "
-            f"{most:.2g} other modules. The limit is a factor of {FAR_FACTOR:,.0f}.",
+            f"{most:.2g} other modules. The limit is a factor of {FAR_FACTOR:,.0f}, behind a "
+            f"softmax {SCORES_FACTOR:,.0f}.",
             advice=BRANCH,
         )
 

@@ -18,7 +18,7 @@ from gradtrace.flow.operator_graph import (
 )
 from gradtrace.flow.result import ModuleFlow
 from gradtrace.flow.sizing import Size
-from gradtrace.flow.tuning import FAR_FACTOR, MOSTLY_DEAD_SHARE
+from gradtrace.flow.tuning import FAR_FACTOR, MOSTLY_DEAD_SHARE, SCORES_FACTOR
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Gathered:
     handed: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     dropped: float = 0.0  # the largest share of entries that an operator above set to 0
+    dropper: str = ""  # this operator
 
     @property
     def values(self) -> list[int]:
@@ -70,7 +71,8 @@ class Modules:
             enters = edge.taker is not None and places[edge.taker] != places[edge.giver]
             if edge.taker is not None and enters:
                 into = reach(edge.taker, edge.whole)
-                into.dropped = max(into.dropped, self._dropped(edge))
+                if (share := self._dropped(edge)) > into.dropped:
+                    into.dropped, into.dropper = share, graph.blocks[edge.giver].operator
             if enters or edge.leaf in self._inputs:
                 found[places[edge.giver].module].handed.append(edge.value)
         for leaf in graph.program.leaves:
@@ -138,7 +140,8 @@ class Modules:
         if min(found.dropped, zeros) >= MOSTLY_DEAD_SHARE:
             return "mostly dead"
         ratios = self._ratios(module, found)
-        if any(ratio < 1 / FAR_FACTOR for ratio in ratios):
+        choosing = self.graph.scores.issuperset(self.graph.takers[v] for v in found.values)
+        if any(ratio < 1 / (SCORES_FACTOR if choosing else FAR_FACTOR) for ratio in ratios):
             return "vanishing"
         return "exploding" if any(ratio > FAR_FACTOR for ratio in ratios) else ""
 

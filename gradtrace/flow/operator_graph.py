@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from heapq import heappop, heappush
 from math import inf, isnan, nan
 from typing import NamedTuple
 
@@ -188,12 +189,63 @@ class OperatorGraph:
 
     @cached_property
     def along(self) -> Change | None:
-        """The change from the top to the end of the body; None if the body is too short."""
+        """The change from the top to the end of the body; None if the body is too short.
+
+        At the end counts the largest gradient that passes a depth, that of skip connections, too:
+        operators that lie at this depth alone (scores of attention) may all get little.
+        """
         if len(self.body) < MEDIAN_DEPTHS:
             return None
         count = MEDIAN_DEPTHS if len(self.body) >= 2 * MEDIAN_DEPTHS else 1
         tenth = max(count, len(self.body) // 10) | 1
-        return Change(_median(self.body[:count]), _median(self.body[-tenth:]))
+        last = list(self._passing(self.body[-tenth:]))
+        return Change(_median(self.body[:count]), _median(last))
+
+    def _passing(self, levels: Sequence[Level]) -> Iterator[Level]:
+        """For each level, in order of depth, the largest of it and of what operators above hand to
+        those below.
+        """
+        depth, size = self.depth, self.size
+        edges = [edge for edge in self.edges if edge.taker in self.alive]
+        waiting = sorted(edges, key=lambda edge: -depth[edge.giver])
+        open_: list[tuple[float, int, int]] = []  # the largest first: minus its rank, taker, value
+        for level in levels:
+            while waiting and depth[waiting[-1].giver] < level.depth:
+                edge = waiting.pop()
+                heappush(open_, (-rank(size[edge.value]), edge.taker or 0, edge.value))
+            while open_ and depth[open_[0][1]] <= level.depth:
+                heappop(open_)
+            if open_ and -open_[0][0] > rank(level):
+                _, taker, value = open_[0]
+                found = size[value]
+                yield self.levels[taker]._replace(norm=found.norm, largest=found.largest)
+            else:
+                yield level
+
+    @cached_property
+    def scores(self) -> set[int]:
+        """The operators that a gradient comes to through a softmax only: what attention or a router
+        chooses by. A softmax that is nearly even, or sure, hands on little; that is no fault.
+        """
+        seen, stack = {0}, [0]
+        onward: dict[int, list[int]] = {}
+        for edge in self.edges:
+            if edge.taker is not None and not self._chooses(edge):
+                onward.setdefault(edge.giver, []).append(edge.taker)
+        while stack:
+            new = [taker for taker in onward.get(stack.pop(), ()) if taker not in seen]
+            seen.update(new)
+            stack += new
+        return self.depth.keys() - seen
+
+    def _chooses(self, edge: PassedGradient) -> bool:
+        """Whether an edge leads from a softmax to its scores, in fused attention to both factors of
+        these.
+        """
+        block = self.blocks[edge.giver]
+        if block.operator.startswith("ScaledDotProduct"):
+            return edge.value in [block.gives.get(slot) for slot in (0, 1)]
+        return block.operator.startswith(("Softmax", "SafeSoftmax"))
 
     @cached_property
     def repeated(self) -> list[Change]:

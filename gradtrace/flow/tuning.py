@@ -4,6 +4,10 @@ FAR_FACTOR = 1000.0
 """A fall by more than this from top to end counts as vanishing, a rise by more as exploding.
 Healthy nets of 30 layers and tiny models of 23 architectures stay within 20."""
 
+SCORES_FACTOR = 1e6
+"""The same for modules that only a softmax hands a gradient to (queries and keys of attention,
+routers). In healthy models, new or trained, they get up to 140,000 times less than the top."""
+
 MOSTLY_DEAD_SHARE = 0.95
 """A module is mostly dead if this share of the gradient's entries at its output is 0, and the
 operator above it (a ReLU) set this share of them to 0. For a healthy ReLU it is about a half."""

@@ -20,6 +20,8 @@ TAME = (
     "normalisation or a smaller initialisation (He for ReLU, Xavier for tanh)."
 )
 REVIVE = "A smaller learning rate, another initialisation or a leaky slope bring it back."
+CALM = "Normalise what goes in, or begin with smaller weights."
+RELUS = ("Relu", "Threshold", "ClampMin", "LeakyRelu", "Hardswish")
 
 
 @dataclass
@@ -52,8 +54,9 @@ class FlowText:
     def _describe(self, change: Change, subject: str = "the gradient") -> str:
         """A change in words: from where to where, and its factor per operator."""
         first, last, ratio = change.first, change.last, change.ratio
-        if not last.norm and not change.uses:
-            last = next(level for level in self.graph.body if not level.norm)
+        if not last.norm:
+            nothing = [level for level in self.graph.body if not level.norm]
+            last = next((each for each in nothing if each.module == last.module), last)
         steady = 1 / STEADY_FACTOR < ratio < STEADY_FACTOR
         verb = "goes" if steady else "rises" if ratio > 1 else "falls"
         uses = f"through {change.uses:,} uses of the same weights " if change.uses else ""
@@ -161,9 +164,12 @@ class FlowText:
         rows = self._rows("mostly dead")
         if not rows:
             return ""
+        makers = {self.modules.gathered[row.module].dropper for row in rows}
+        shut = all(name.startswith(RELUS) for name in makers)
+        why = "ReLUs that seldom open?" if shut else f"saturated: {', '.join(sorted(makers))}?"
         return (
             f"Mostly dead: at the output of {_listed(rows)} up to {max(r.zeros for r in rows):.1%} "
-            f"of the gradient is exactly 0 (ReLUs that seldom open?). {REVIVE}"
+            f"of the gradient is exactly 0 ({why}). {REVIVE if shut else CALM}"
         )
 
     def _operator(self, number: int) -> str:

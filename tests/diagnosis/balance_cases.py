@@ -220,3 +220,43 @@ def relus_that_seldom_open() -> Any:
     )
     nn.init.constant_(model[2].bias, -0.55)
     return training(model)
+
+
+@case("mostly dead")
+def data_that_is_not_normalised() -> Any:
+    model = nn.Sequential(nn.Linear(4, 64), nn.Sigmoid(), nn.Linear(64, 3))
+    x, y = data()
+    return model, lambda: F.cross_entropy(model(1e4 * x), y)
+
+
+@case("branch", "2")
+def scores_with_a_tiny_scale() -> Any:
+    """Queries and keys get 1e7 times less, which no softmax of a healthy model does."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = 1e-6 * (self.query(x) @ self.key(x).mT)
+            return x + scores.softmax(-1) @ self.value(x)
+
+    parts = (nn.Embedding(20, 16), nn.LayerNorm(16), Attention(), nn.Linear(16, 3))
+    model, x = nn.Sequential(*parts), torch.randint(20, (4, 6))
+    return model, lambda: F.cross_entropy(model(x)[:, 0], torch.arange(4) % 3)
+
+
+@case("vanishing", "rnn")
+def recurrence_that_forgets() -> Any:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+            self.rnn = nn.RNN(8, 8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(self.embed(x))[0][:, -1])
+
+    model, x = Reader(), torch.randint(20, (4, 60))
+    return model, lambda: F.cross_entropy(model(x), torch.arange(4) % 3)

@@ -260,3 +260,25 @@ def momentum_teacher() -> Any:
     model = Student()
     x, _ = data()
     return model, lambda: model(x)
+
+
+@healthy
+def attention_that_begins_nearly_even() -> Any:
+    """Queries and keys get 1,000 to 100,000 times less than the rest, as in a new BERT."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+            self.out, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.query(x) @ self.key(x).mT / 4
+            return self.norm(x + self.out(scores.softmax(-1) @ self.value(x)))
+
+    model = nn.Sequential(nn.Embedding(20, 16), *(Block() for _ in range(3)), nn.Linear(16, 3))
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.08)
+    x = torch.randint(20, (4, 6))
+    return model, lambda: F.cross_entropy(model(x)[:, 0], torch.arange(4) % 3)
