@@ -37,21 +37,19 @@ Seeds: Each seed draws the weights and the text: five for recurrent models of on
 all others. Costs are measured once, with seed 0, and with ``--workers`` they are marked as not
 measured alone: run ``--seeds 1`` without it first.
 
-Limits: The published run is not whole: the time on its GPU ended after 12 of 34 models (those of
-the first table) with paths of 100 elements, not 300, and nine at a time, costs apart. So there are
-one or two seeds, and no LSTM of three layers: intervals are wide or missing, and what is said of
-training is a first look. The text is no natural language: it has no rare constructions, and its
-words carry nothing but number and topic. Models learn for 2.3 epochs, at one learning rate that was
-not tuned. Of a layer's weights a quarter belongs to each gate and passes it in any case, so
-influence on them is listed, but conclusions are drawn from paths to the embeddings, which may take
-any gate. One batch is traced at each moment. A path carries a small part of its element's gradient,
-so shares speak of paths, not of all gradient. Three to five seeds make wide intervals. The design
-changed before the full run, after smaller ones: updates went from 2,000 to 3,000 after pilots with
-128 and 250 units, of which loss and agreement were looked at (at 250 units and 10,000 words the
-pilot was stopped at update 600, before agreement was learned). After the influence of the quick
-form (16 units, two seeds) had been seen, conclusions were moved from paths to the layers' weights
-to those to the embeddings, the correction from all components of all models to those of each model,
-and seeds from three to five.
+Limits: In the published run paths are those of 100 elements, not 300, and models were trained nine
+at a time on one GPU, costs apart. The text is no natural language: it has no rare constructions,
+and its words carry nothing but number and topic. Models learn for 2.3 epochs, at one learning rate
+that was not tuned. Of a layer's weights a quarter belongs to each gate and passes it in any case,
+so influence on them is listed, but conclusions are drawn from paths to the embeddings, which may
+take any gate. One batch is traced at each moment. A path carries a small part of its element's
+gradient, so shares speak of paths, not of all gradient. Three to five seeds make wide intervals.
+The design changed before the full run, after smaller ones: updates went from 2,000 to 3,000 after
+pilots with 128 and 250 units, of which loss and agreement were looked at (at 250 units and 10,000
+words the pilot was stopped at update 600, before agreement was learned). After the influence of the
+quick form (16 units, two seeds) had been seen, conclusions were moved from paths to the layers'
+weights to those to the embeddings, the correction from all components of all models to those of
+each model, and seeds from three to five.
 """
 
 from __future__ import annotations

@@ -354,8 +354,8 @@ def _on_influence(facts: Mapping[str, Any]) -> list[str]:
             f"({facts['seeds']} seeds).",
             control,
         ]
-    largest = sorted(sure, key=lambda one: -abs(one[2][0]))[:4]
-    told_ones = "; ".join(
+    largest = sorted(sure, key=lambda one: -abs(one[2][0]))[:2]
+    told_ones = " and ".join(
         f"{name}, {part}: {found[0] * 100:+.0f} points [{found[1] * 100:+.0f}, "
         f"{found[2] * 100:+.0f}]"
         for name, part, found in largest
