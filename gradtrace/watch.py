@@ -17,6 +17,7 @@ from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, OUTSIDE, ModuleCall, ThreadCall
 from gradtrace.autodiff.nodes import annotate, maker_of, next_sequence
 from gradtrace.autodiff.pass_scope import backward_runs
+from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.autodiff.sharded_hooks import QUIET
 from gradtrace.autodiff.unwatched import unwatched
 from gradtrace.diagnosis import (
@@ -132,6 +133,7 @@ class watch(Session, Listener):
         self._here = _ThreadState()
         try:
             self._contexts.enter_context(eager())
+            self._contexts.enter_context(UNPACKED_ONCE)
             if self.composed:
                 self._contexts.enter_context(COMPOSED)
                 self._contexts.enter_context(COMPOSED_CHECKPOINTS)

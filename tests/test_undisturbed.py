@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
+from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -110,6 +110,19 @@ class Listed(Part):
         return 1 + sum(self.seen)
 
 
+class Nested(Part):
+    """State in an object of its own, and in a list inside a dictionary."""
+
+    def setup(self) -> None:
+        self.state = SimpleNamespace(count=0)
+        self.table: dict[str, list[float]] = {"seen": [0.0]}
+
+    def moved(self, x: Tensor) -> float:
+        self.state.count += 1
+        self.table["seen"][0] += float(x.mean())
+        return 1 / self.state.count + self.table["seen"][0]
+
+
 class Unregistered(Part):
     def setup(self) -> None:
         self.hidden = [nn.BatchNorm1d(SIZE)]
@@ -169,8 +182,8 @@ class Moving(torch.autograd.Function):
 
 
 PARTS = [
-    *(LargeBuffer, NewBuffer, OtherMemory, PlainTensor, Views, Counter, Listed, Unregistered),
-    *(WrittenParameter, Normed, Spectral, Drawn, Own),
+    *(LargeBuffer, NewBuffer, OtherMemory, PlainTensor, Views, Counter, Listed, Nested),
+    *(Unregistered, WrittenParameter, Normed, Spectral, Drawn, Own),
 ]
 
 
@@ -276,6 +289,52 @@ def test_selective_checkpointing_is_traced_and_left_for_backward(part: type[Part
         torch.testing.assert_close(model.get_parameter(name).grad, want, rtol=0, atol=0)
         torch.testing.assert_close(traced.gradients[name], want)
         torch.testing.assert_close(own[name], want)
+
+
+class Taking(saved_tensors_hooks):
+    """Saved tensors are packed into a table, and taken out of it when they are unpacked."""
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, self.unpack)
+        self.table: dict[int, Tensor] = {}
+        self.packed, self.unpacked = 0, 0
+
+    def pack(self, x: Tensor) -> int:
+        self.packed += 1
+        self.table[self.packed] = x
+        return self.packed
+
+    def unpack(self, number: int) -> Tensor:
+        self.unpacked += 1
+        x = self.table.pop(number)
+        return x * (1 + 0.01 * self.unpacked) if x.is_floating_point() else x
+
+
+@pytest.mark.parametrize("way", ["plain", "not checkpointed"])
+def test_saved_tensors_that_can_be_unpacked_once(way: str) -> None:
+    hooks: list[Taking] = []
+
+    class Taken(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with hooks[-1]:
+                return super().forward(x)
+
+    def make() -> nn.Module:
+        hooks.append(Taking())
+        return Taken(Part, way)
+
+    enter = saved_tensors_hooks.__enter__
+    assert_same(trained(make, True), trained(make, False))
+    assert saved_tensors_hooks.__enter__ is enter
+    model = make()
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(2, SIZE)).square().mean()
+    found = watch.backward(loss), watch.trace(loss).gradients
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        for gradients in found:
+            torch.testing.assert_close(gradients[name], parameter.grad)
+    assert not any(each.table for each in hooks)  # each was taken
 
 
 # Measuring ----------------------------------------------------------------------------------------

@@ -612,6 +612,16 @@ def test_distributed_data_parallel(tmp_path: Any) -> None:
             loss = wrapped(torch.randn(2, 4)).sum()
         check(watch, loss, leaves_of(model))
         assert ("layers.1.0.inner", 0) in calls_of(watch, loss)
+        static = nn.parallel.DistributedDataParallel(model, static_graph=True)
+        for _ in range(3):
+            with gt.watch(static) as watch:
+                loss = static(torch.randn(2, 4)).sum()
+            found = watch.backward(loss)
+            check(watch, loss, leaves_of(model))
+            model.zero_grad()
+            loss.backward()  # reduces gradients at its end, which a trace must not do
+            for name, parameter in leaves_of(model).items():
+                torch.testing.assert_close(found[name], parameter.grad)
     finally:
         dist.destroy_process_group()
 

@@ -289,6 +289,10 @@ REFUSED = {
     "gradtrace.watch(model), which runs compiled modules eagerly",
 }
 
+IDENTITIES = frozenset({"_DDPSinkBackward"})
+"""Functions of PyTorch that pass gradients on. ``DistributedDataParallel(static_graph=True)`` asks
+the engine in one of them to reduce gradients at the end, which is for the user's own pass."""
+
 
 def is_python(node: Node) -> bool:
     """Whether the node is a ``torch.autograd.Function``."""
@@ -313,8 +317,11 @@ def _apply(node: Node, grads: Grads) -> Grads:
     """
     if name_of(node) in REFUSED:
         raise _Refused(REFUSED[name_of(node)])
-    with function_code(node, grads):
-        outs = type(node).apply(node, *grads)  # not node.apply: see engine_cotangents
+    if name_of(node) in IDENTITIES:
+        outs: Any = (*[None] * (len(node.needs_input_grad) - len(grads)), *grads)
+    else:
+        with function_code(node, grads):
+            outs = type(node).apply(node, *grads)  # not node.apply: see engine_cotangents
     outs = outs if isinstance(outs, tuple) else (outs,)
     needs = node.needs_input_grad
     if len(outs) < len(needs) or any(out is not None for out in outs[len(needs) :]):
@@ -380,6 +387,12 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
 
 
 CAUSES: tuple[tuple[tuple[str, ...], type[GradtraceError], str], ...] = (
+    (
+        ("final callbacks can only be installed",),
+        Unsupported,
+        "{at} cannot be followed: its backward queues work for the end of PyTorch's own backward "
+        "pass, which a trace does not run; trace the model without the wrapper that adds it",
+    ),
     (
         ("second time", "already been freed"),
         FreedGraph,

@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType, MethodType, ModuleType
@@ -61,6 +61,12 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[tuple[Tensor, Tensor, int | None]] = []
         self._seen: set[object] = set()
         self._fresh: set[int] = set()
+        self.entered = False  # whether code of the user's has run under it
+
+    def __enter__(self) -> Undo:
+        self.entered = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def ignore(self, tensors: Any) -> None:
         """Do not save what is written to these, which belong to the pass."""
@@ -128,6 +134,58 @@ def _memory(tensor: Tensor) -> int:
 # Python state -------------------------------------------------------------------------------------
 
 CONTAINERS = (list, dict, set, deque)
+MAX_LOOKED_THROUGH = 10_000
+"""Longer lists and dictionaries are copied, but not searched for others inside them."""
+NOT_STATE = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, torch.Generator)
+FOREIGN = frozenset({"gradtrace", "torch", "lightning", "pytorch_lightning", "threading"})
+"""Packages whose objects are no state of a model: a Monitor, a trainer, a group of processes."""
+
+
+class PythonState:
+    """A snapshot of attributes of objects, and of the contents of lists, dictionaries and sets."""
+
+    def __init__(self) -> None:
+        self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._inside: dict[int, tuple[Any, Any]] = {}
+
+    def note_attributes(self, owner: Any, depth: int = 2) -> None:
+        """Save the attributes of an object, and what they hold, up to ``depth`` objects deep."""
+        if id(owner) not in self._attributes:
+            before = dict(vars(owner))
+            self._attributes[id(owner)] = owner, before
+            self.note(before.values(), depth - 1)
+
+    def note(self, values: Iterable[Any], depth: int = 1) -> None:
+        """Save the contents of containers, nested ones too, and the attributes of plain objects."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, CONTAINERS):
+                if id(value) in self._inside:
+                    continue
+                self._inside[id(value)] = value, copy.copy(value)
+            if isinstance(value, (tuple, *CONTAINERS)):
+                if len(value) <= MAX_LOOKED_THROUGH:
+                    waiting += value.values() if isinstance(value, dict) else value
+            elif depth and _is_plain(value):
+                self.note_attributes(value, depth)
+
+    def restore(self) -> None:
+        """Restore the snapshot where something has changed."""
+        for owner, before in self._attributes.values():
+            now = vars(owner)
+            if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
+                now.clear()
+                now.update(before)
+        for held, contents in self._inside.values():
+            _refill(held, contents)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is an object of a class of the user's, of which the attributes are state."""
+    if isinstance(value, NOT_STATE) or not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    return type(value).__module__.partition(".")[0] not in FOREIGN
 
 
 class WriteLog:
@@ -138,7 +196,7 @@ class WriteLog:
 
     def __init__(self, model: nn.Module, *, structure: bool = False) -> None:
         self._modules: dict[nn.Module, tuple[type, dict[str, Any]]] = {}
-        self._inside: list[tuple[Any, Any]] = []
+        self._state = PythonState()
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._random: list[tuple[torch.Generator, Tensor]] = []
         waiting = [model]
@@ -154,9 +212,8 @@ class WriteLog:
 
     def _note(self, value: Any) -> None:
         """Save the contents of a container, the state of a generator, the storage of a tensor."""
-        if isinstance(value, CONTAINERS):
-            self._inside.append((value, copy.copy(value)))
-        elif isinstance(value, torch.Generator):
+        self._state.note((value,))
+        if isinstance(value, torch.Generator):
             self._random.append((value, value.get_state()))
         inside = value.values() if isinstance(value, dict) else (value,)
         for tensor in inside:
@@ -174,8 +231,7 @@ class WriteLog:
             for name, value in before.items():
                 if name not in now or now[name] is not value:
                     now[name] = value
-        for held, before in self._inside:
-            _refill(held, before)
+        self._state.restore()
         for tensor, memory in self._memory:  # x.data = y exchanges the storage of a tensor
             if tensor.layout is torch.strided and _memory(tensor) != _memory(memory):
                 tensor.data = memory
@@ -217,7 +273,8 @@ def restored(model: nn.Module) -> Iterator[Undo]:
     finally:
         _ACTIVE.undo = outer
         undo.restore()
-        notes.restore()
+        if undo.entered:  # else others have changed what has changed
+            notes.restore()
 
 
 class FunctionLog:
@@ -229,46 +286,12 @@ class FunctionLog:
 
     def __init__(self) -> None:
         self.undo = Undo()
-        self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._inside: dict[int, tuple[Any, Any]] = {}
-
-    def note(self, owner: Any, depth: int = 2) -> None:
-        """Save the attributes of a context, of the objects that it refers to, and the contents of
-        lists, dictionaries and sets in them.
-        """
-        if id(owner) in self._attributes:
-            return
-        before = dict(vars(owner))
-        self._attributes[id(owner)] = owner, before
-        waiting = list(before.values())
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, CONTAINERS):
-                if id(value) in self._inside:
-                    continue
-                self._inside[id(value)] = value, copy.copy(value)
-            if isinstance(value, (tuple, *CONTAINERS)):
-                inside = value.values() if isinstance(value, dict) else value
-                waiting += [each for each in inside if isinstance(each, (tuple, *CONTAINERS))]
-            elif depth > 1 and _is_plain(value):
-                self.note(value, depth - 1)
+        self.state = PythonState()
 
     def restore(self) -> None:
         """Restore what was noted."""
         self.undo.restore()
-        for owner, before in self._attributes.values():
-            now = vars(owner)
-            if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
-                now.clear()
-                now.update(before)
-        for held, contents in self._inside.values():
-            _refill(held, contents)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether this is an object of a class of the user's, of which the attributes are state."""
-    known = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
-    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, known)
+        self.state.restore()
 
 
 @contextmanager
@@ -290,7 +313,7 @@ def function_code(node: Any, grads: Any) -> AbstractContextManager[Any]:
     log = _ACTIVE.functions
     if log is None:
         return users_code()
-    log.note(node)
+    log.state.note_attributes(node)
     undo = _ACTIVE.undo or log.undo
     undo.ignore(grads)
     return undo

@@ -8,6 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.distributed import process_group
 from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.errors import GradtraceError, caution, not_one_of
@@ -192,7 +194,10 @@ class Monitor:
         note = partial(_note, self._gathering, self._schedule, self._exchange)
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
         told = self._sampled if self._triggers is None else self._triggers.keeper
-        self._unlisten = weakref.finalize(self, listen(told, [model]))
+        with ExitStack() as opened:
+            opened.enter_context(UNPACKED_ONCE)
+            opened.callback(listen(told, [model]))
+            self._unlisten = weakref.finalize(self, opened.pop_all().close)
         self._here = self._open = True
         self._decide_next()
         _OPEN.add(self)
