@@ -63,6 +63,7 @@ import torch
 from torch import Tensor
 
 import gradtrace as gt
+from gradtrace.experiments import language_model_sentences
 from gradtrace.experiments.harness import machine
 from gradtrace.experiments.harness.findings import (
     Cell,
@@ -73,7 +74,7 @@ from gradtrace.experiments.harness.findings import (
     Tick,
 )
 from gradtrace.experiments.language_model_cost import Training, cost, device, groups
-from gradtrace.experiments.language_model_findings import findings, told_headline
+from gradtrace.experiments.language_model_findings import findings
 from gradtrace.experiments.language_models import (
     LanguageModel,
     Streams,
@@ -279,7 +280,7 @@ def _short(value: float) -> float:
 
 def headline(facts: Mapping[str, Any]) -> str:
     """The result in a sentence."""
-    return told_headline(facts)
+    return language_model_sentences.headline(facts)
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

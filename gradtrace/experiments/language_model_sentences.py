@@ -1,0 +1,168 @@
+"""What ``language-model`` says of its numbers: a headline, and a sentence for each question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from math import isfinite, nan
+from typing import Any
+
+from gradtrace.experiments.harness.interleaved_timing import told
+from gradtrace.experiments.language_model_facts import KINDS, is_sure
+
+STRAIGHT = 0.99
+"""The least R² of a straight line; of fewer than three depths nothing is said."""
+
+NEGATIVE_ZERO = re.compile(r"-(0(?:\.0+)?)(?![\d.])")
+
+
+def stated(found: Sequence[float], form: str = ".2f", scale: float = 1.0) -> str:
+    """``0.81 [0.72, 0.90]``; without an interval if that is not finite."""
+    value, low, high = (nan if x is None else x * scale for x in found)
+    text = told(value, form)
+    if isfinite(low) and isfinite(high):
+        text += f" [{low:{form}}, {high:{form}}]"
+    return NEGATIVE_ZERO.sub(r"\1", text)
+
+
+def percent(found: Sequence[float]) -> str:
+    """``81% [72, 90]``."""
+    return stated(found, ".0f", 100).replace(" [", "% [") + ("" if is_bounded(found) else "%")
+
+
+def is_bounded(found: Sequence[float]) -> bool:
+    """Whether a number has a finite interval."""
+    return all(x is not None and isfinite(x) for x in found[1:])
+
+
+def _main(facts: Mapping[str, Any]) -> str:
+    """The model that sentences are about: the first, which is an LSTM of one layer."""
+    return next(iter(facts["learned"]), "")
+
+
+def headline(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    name = _main(facts)
+    if not name:
+        return ""
+    learned, lengths = facts["learned"][name], facts["lengths"][name]
+    words, _ = facts["sizes"]
+    before, after = (stated(each, ".0f") for each in lengths["length"])
+    seeds = facts["seeds"]
+    said = (
+        f"A language model with {words:,} words ({seeds} seed{'s' * (seeds != 1)}) comes within "
+        f"{stated(learned['above'])} nats a word of the least possible loss; a path from its first "
+        f"weights has {after} operators (untrained {before})"
+    )
+    cost = next(iter(facts["cost"].values()), None)
+    if cost is None or cost["sampled"] is None:
+        return f"{said}."
+    return f"{said}, and tracing a sample every 100 steps takes {cost['sampled']:.1%} of training."
+
+
+def sentence(facts: Mapping[str, Any]) -> str:
+    """All that was found, a sentence for each question."""
+    if not facts["learned"]:
+        return " ".join(
+            ["No model was trained, so nothing is said of influence.", *_on_cost(facts)]
+        )
+    parts = [_on_learning(facts), *_on_influence(facts), *_on_layers(facts), *_on_graph(facts)]
+    return " ".join([*parts, *_on_cost(facts)])
+
+
+def _on_learning(facts: Mapping[str, Any]) -> str:
+    said = []
+    for name, each in facts["learned"].items():
+        if not name.endswith("1 layer"):
+            continue
+        before, after = each["right"]
+        said.append(
+            f"The {name} is {stated(each['above'])} nats above the source; its agreement is "
+            f"{percent(before)} before training, {percent(each['least'])} at its lowest, "
+            f"{percent(after)} at the end."
+        )
+    source = next(iter(facts["learned"].values()))["source"]
+    return (
+        f"After training, of up to {facts['seeds']} seeds, the least possible loss is "
+        f"{told(source, '.2f')} nats a word. {' '.join(said)}"
+    )
+
+
+def _on_influence(facts: Mapping[str, Any]) -> list[str]:
+    if not facts["changes"]:
+        return []
+    every = [
+        (name, part, found)
+        for name, each in facts["changes"].items()
+        for part, found in each.items()
+    ]
+    sure = [(name, part, found) for name, part, found in every if is_sure(found)]
+    control = (
+        f"In LSTMs the order of components before training has a rank correlation of "
+        f"{stated(facts['control'])} with that after."
+    )
+    if not sure:
+        return [
+            f"Of {len(every)} components none has an influence that training surely changes "
+            f"({facts['seeds']} seeds).",
+            control,
+        ]
+    largest = sorted(sure, key=lambda one: -abs(one[2][0]))[:2]
+    told_ones = " and ".join(
+        f"{name}, {part}: {found[0] * 100:+.0f} points [{found[1] * 100:+.0f}, "
+        f"{found[2] * 100:+.0f}]"
+        for name, part, found in largest
+    )
+    return [
+        f"Training surely changes the influence of {len(sure)} of {len(every)} components, most "
+        f"that of {told_ones}.",
+        control,
+    ]
+
+
+def _on_layers(facts: Mapping[str, Any]) -> list[str]:
+    said = []
+    for kind, each in facts["by_layers"].items():
+        if not each:
+            continue
+        start, end = each["start"], each["end"]
+        straight = min(start["r2"], end["r2"]) >= STRAIGHT
+        line = f" ({'' if straight else 'not '}a straight line)" if each["depths"] > 2 else ""
+        said.append(
+            f"In the {KINDS[kind]} each layer adds {stated(start['slope'], '.1f')} operators to a "
+            f"path untrained and {stated(end['slope'], '.1f')} trained, beside "
+            f"{stated(start['intercept'], '.1f')} and {stated(end['intercept'], '.1f')} of any"
+            f"{line}."
+        )
+    return said
+
+
+def _on_graph(facts: Mapping[str, Any]) -> list[str]:
+    name = _main(facts)
+    lengths, growth = facts["lengths"][name], facts["by_graph"][name]
+    reach, graph = lengths["reach"], lengths["largest"]
+    return [
+        f"Path length against the graph ({name}): at {graph['time']} time steps a path has "
+        f"{stated(graph['length'], '.0f')} of {graph['operators']:,} operators, in a graph of "
+        f"{graph['edges'] / 1e9:.3g} billion edges; with more time steps paths grow as the edges "
+        f"to the power of {stated(growth['start'])} untrained and {stated(growth['end'])} trained. "
+        f"They span {stated(reach[0], '.1f')} time steps untrained and {stated(reach[1], '.1f')} "
+        f"trained."
+    ]
+
+
+def _on_cost(facts: Mapping[str, Any]) -> list[str]:
+    said = []
+    for layers, each in facts["cost"].items():
+        text = (
+            f"A trace every 100 steps of an LSTM of {layers} layer{'s' * (layers != '1')} takes "
+            f"{told(each['exact'] * 100, '.1f')}% of training time with all elements and "
+            f"{told(each['sampled'] * 100, '.1f')}% with a sample"
+        )
+        if "monitor" in each:
+            text += (
+                f" ({told(each['monitor'] * 100, '.1f')}% by a clock beside ``gt.Monitor`` every "
+                f"{each['every']})"
+            )
+        said.append(f"{text}." if each["alone"] else f"{text}, measured beside other work.")
+    return said
