@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.loss_checks import isolated
@@ -268,7 +269,9 @@ class watch(Session, Listener):
         return not _OPEN.watches and torch.is_grad_enabled()
 
     @isolated()
-    def diagnose(self, loss: Tensor | float) -> Diagnosis:
+    def diagnose(
+        self, loss: Tensor | float, *, optimizer: Optimizer | Sequence[Optimizer] | None = None
+    ) -> Diagnosis:
         """What is wrong with the loss and its gradient, worst first, with the lines to change.
 
         Parameters that require grad and get none (``.silent``), each with the reason; the first
@@ -279,6 +282,8 @@ class watch(Session, Listener):
 
         Args:
             loss: Loss of the watched forward pass, best computed inside the watch.
+            optimizer: What moves the parameters, one or several: parameters that it does not have
+                and learning rates of 0 are findings, too.
 
         Returns:
             The findings, worst first; ``print`` it to read it.
@@ -293,7 +298,8 @@ class watch(Session, Listener):
         """
         if isinstance(loss, Tensor) and maker_of(loss) is not None:
             self._warn_of_unwatched(loss)
-        return diagnosed(self._subject(), loss)
+        several = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ())
+        return diagnosed(replace(self._subject(), optimizers=several), loss)
 
     def _unwatched(self, loss: Tensor) -> str:
         known = {id(parameter): name for name, parameter in named_parameters(self.model)}
@@ -322,7 +328,9 @@ class watch(Session, Listener):
     def _subject(self) -> Subject:
         roots, called = {"": self.model}, set(self._calls)
         record = self._record if self._record is not None and self._record.whole else None
-        return Subject(roots, self.name_table, self._hooks, called, record, self._traced)
+        short = self._record is not None and record is None
+        subject = Subject(roots, self.name_table, self._hooks, called, record, self._traced)
+        return replace(subject, cut_short=short)
 
     def _again(self) -> watch:
         return watch(self.model, composed=self.composed, open=self._open)

@@ -402,8 +402,9 @@ CAUSES: tuple[tuple[tuple[str, ...], type[GradtraceError], str], ...] = (
     (
         ("modified by an inplace operation",),
         FreedGraph,
-        "a value that {at} needs was overwritten in place after the forward pass (an optimizer "
-        "step, for instance). Trace before it is changed",
+        "a value that {at} needs was overwritten in place after it was used, by an optimizer step "
+        "or by an operation such as x += 1. Trace before the step; write such operations out of "
+        "place, x = x + 1",
     ),
     (
         ("nested", "wrong index for variant"),  # the latter if asked for its shape

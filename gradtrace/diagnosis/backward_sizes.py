@@ -33,6 +33,7 @@ class BackwardSizes:
     empty: set[Node] = field(default_factory=set)  # what reached them has no elements
     closed: list[Node] = field(default_factory=list)
     failure: str = ""
+    error: Exception | None = None
     failed: Node | None = None  # where
 
     @property
@@ -87,7 +88,7 @@ def backward_sizes(loss: Tensor, name_table: NameTable, watch: HookWatch) -> Bac
         try:
             state.visit(node, edges)
         except Exception as error:  # of a custom function, or values that were overwritten
-            found.failure, found.failed = str(error), node
+            found.failure, found.error, found.failed = str(error), error, node
         if type(node) is ACCUMULATE and not found.failure:
             found.leaves[id(node.variable)] = node, state.leaves[-1][1]
 

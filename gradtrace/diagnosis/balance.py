@@ -7,7 +7,7 @@ of their gradients, each found by a backward pass from its own place in the sum.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -21,7 +21,7 @@ from gradtrace.autodiff.nodes import ACCUMULATE, Node, name_of, sequence_of, wan
 from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.traversal import walk
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
-from gradtrace.diagnosis.forward_record import ForwardRecord
+from gradtrace.diagnosis.forward_record import ForwardRecord, shown
 from gradtrace.diagnosis.result import Finding, listed
 from gradtrace.flow import Flow
 from gradtrace.flow.tuning import FAR_FACTOR, SCORES_FACTOR
@@ -98,6 +98,37 @@ def branch_findings(flow: Flow, told: set[str]) -> Iterator[Finding]:
         )
 
 
+def symmetry_findings(
+    parameters: Iterable[tuple[str, Tensor]], gradients: Mapping[int, Tensor]
+) -> Iterator[Finding]:
+    """Weights whose rows are all equal, and stay so, as those of their gradients are."""
+    for name, tensor in parameters:
+        gradient = gradients.get(id(tensor))
+        if gradient is None or tensor.dim() < 2 or len(tensor) < 2 or type(gradient) is not Tensor:
+            continue
+        if not _rows_equal(tensor.detach()) or not _rows_equal(gradient):
+            continue
+        yield Finding(
+            "symmetry",
+            "warning",
+            f"all units are alike: {name}",
+            name.rpartition(".")[0],
+            (name,),
+            evidence=f"All {len(tensor):,} rows of {name} are equal, and so are those of its "
+            "gradient: they stay equal, and do the work of one.",
+            advice="initialise it at random: nn.init.kaiming_uniform_(weight).",
+        )
+
+
+def _rows_equal(x: Tensor) -> bool:
+    """Whether all rows are equal up to rounding, and not 0."""
+    if x.layout is not torch.strided or not x.is_floating_point():
+        return False
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    apart = float((x - x[:1]).abs().max()) if largest else 0.0
+    return largest > 0 and apart <= 1e-6 * largest
+
+
 # Terms of a loss ---------------------------------------------------------------------------------
 
 
@@ -170,6 +201,9 @@ class LossTerms:
         return sqrt(sum(squares))
 
     def _described(self, node: Node) -> str:
+        operation = None if self.record is None else self.record.of_node(sequence_of(node))
+        if operation is not None:
+            return shown(operation)
         place = self.names.place_of(node).module
         return f"{name_of(node)}{f' in {place!r}' if place else ''}"
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradtrace.autodiff.backward import first_bad_gradient, seed_of
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
-from gradtrace.autodiff.nodes import ACCUMULATE, Node, maker_of, sequence_of
-from gradtrace.diagnosis import balance, nonfinite, silent, zeros
+from gradtrace.autodiff.nodes import ACCUMULATE, Node, maker_of
+from gradtrace.diagnosis import (
+    balance,
+    failures,
+    losses,
+    nonfinite,
+    silent,
+    training_step,
+    zeros,
+)
 from gradtrace.diagnosis.backward_sizes import BackwardSizes, backward_sizes
-from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord, Operation
+from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord
 from gradtrace.diagnosis.result import (
     SEVERITIES,
     Diagnosis,
@@ -27,44 +35,12 @@ from gradtrace.diagnosis.result import (
     common_module,
     listed,
 )
+from gradtrace.diagnosis.unregistered import unregistered
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters
 from gradtrace.trace import Trace
 
 PLAIN = "Watch with gt.watch(model, diagnose=True), and the lines of your code are named."
-
-
-UNDERIVED = re.compile(r"derivative for (?:aten::|')([\w: ]+?)'? is not implemented")
-"""What PyTorch says of an operator without a derivative."""
-
-ALIASES = {"floor_divide": ("__floordiv__", "__rfloordiv__", "__ifloordiv__")}
-"""By which other names operators are called."""
-
-INSTEAD = {
-    "heaviside": "use a smooth step, torch.sigmoid(x / width), or pass the gradient straight "
-    "through: soft + (torch.heaviside(x, v) - soft).detach()",
-    "floor_divide": "the derivative is 0 nearly everywhere: use x / y, or (x // y).detach() if no "
-    "gradient is meant",
-    "histogram": "counts have no derivative: use a soft histogram, a sum of kernels around the "
-    "centres of the bins",
-}
-
-
-def no_derivative(name: str, argument: str, module: str, line: str) -> Finding:
-    """The finding of an operator that PyTorch cannot differentiate (``argument``: by this one)."""
-    other = "use an operator that has one, write it as a torch.autograd.Function with a backward of"
-    usual = f"{other} its own, or detach() its input if no gradient is meant"
-    by = f" by its argument '{argument}'" if argument else ""
-    return Finding(
-        "derivative",
-        "error",
-        f"{name} has no derivative{by}",
-        module,
-        line=line,
-        evidence=f"PyTorch implements {name}() without its derivative{by}, so loss.backward() "
-        "raises an error there, and gradients behind it are unknown.",
-        advice=f"{INSTEAD.get(name, usual)}.",
-    )
 
 
 @dataclass(eq=False)
@@ -77,6 +53,8 @@ class Subject:
     called: set[str]  # modules
     record: ForwardRecord | None
     trace: Callable[[Tensor], Trace]
+    optimizers: Sequence[Optimizer] = ()
+    cut_short: bool = False  # there were more operations than were recorded
 
 
 @dataclass(eq=False)
@@ -98,17 +76,46 @@ class Diagnoser:
         """All findings, worst first."""
         bad = self._bad_value()
         missing = list(self._silent())
-        found = [*self._failure(), *_grouped(missing), *self._unregistered()]
+        found = [*self._failure(), *_grouped(missing, bad), *self._unregistered()]
+        found += self._step()
         if bad is None and isinstance(self.loss, Tensor) and self._sizes.leaves:
-            silent_modules = {each.module for each in missing}
-            found += self._unbalanced(self.loss, silent_modules)
+            found += self._unbalanced(self.loss, missing)
         if bad is not None:
             found.insert(0, nonfinite.finding_of(bad, self._bad_gradients))
         found.sort(key=lambda finding: SEVERITIES.index(finding.severity))
-        if self.subject.record is None and any(f.severity != "note" for f in found):
-            self.remarks.append(PLAIN)
+        rows = self._unused_rows()
+        self._remark(healthy=all(finding.severity == "note" for finding in found))
         kept = [each for each in missing if each.severity != "note"]
-        return Diagnosis(tuple(found), tuple(kept), bad, self._unused_rows(), tuple(self.remarks))
+        return Diagnosis(tuple(found), tuple(kept), bad, rows, tuple(self.remarks))
+
+    def _remark(self, healthy: bool) -> None:
+        """Say what else there is to know, and what was not looked at."""
+        parameters, record = list(self._parameters()), self.subject.record
+        if frozen := training_step.frozen_remark(parameters):
+            self.remarks.append(frozen)
+        if not healthy:
+            self.remarks += [PLAIN] if record is None else []
+            return
+        left_out = []
+        if self.subject.cut_short:
+            left_out.append(
+                "the forward pass, of over 5,000 operations (gt.watch(..., diagnose=True))"
+            )
+        elif record is None or record.unmeasured:
+            left_out.append("the values of the forward pass (gt.watch(model, diagnose=True))")
+        optimiser = bool(self.subject.optimizers)
+        self.remarks.append(training_step.scope_remark(parameters, optimiser, left_out))
+
+    def _step(self) -> Iterator[Finding]:
+        """What else keeps it from learning: the optimiser, what is left over, a wrong loss."""
+        subject, parameters = self.subject, list(self._parameters())
+        yield from training_step.optimiser_findings(subject.optimizers, parameters)
+        if subject.record is not None and isinstance(self.loss, Tensor):
+            yield from losses.loss_findings(subject.record, self._roots)
+        gradients = {key: gradient for key, (_, gradient) in self._sizes.leaves.items()}
+        yield from balance.symmetry_findings(parameters, gradients)
+        yield from training_step.left_over(parameters, gradients)
+        yield from training_step.not_training(subject.roots.values())
 
     # Values that are not finite ------------------------------------------------------------------
 
@@ -121,13 +128,19 @@ class Diagnoser:
             if id(parameter) in reached and any(e.bad for e in sizes[reached[id(parameter)][0]])
         )
 
+    @cached_property
+    def _value_names(self) -> dict[int, str]:
+        """The names of recorded values that are parameters."""
+        leaves, record = self.subject.names.leaves.values(), self.subject.record
+        if record is None:
+            return {}
+        return {value: names[0] for leaf, names in leaves for value in record.values(leaf)}
+
     def _bad_value(self) -> NonFiniteValue | None:
         """The first value that is NaN or infinite, if the loss or a gradient is."""
         loss, record, origins = self.loss, self.subject.record, None
         if record is not None and not record.unmeasured:
-            leaves = self.subject.names.leaves.values()
-            names = {v: names[0] for leaf, names in leaves for v in record.values(leaf)}
-            origins = nonfinite.Origins(record, names)
+            origins = nonfinite.Origins(record, self._value_names)
         if nonfinite.is_bad(loss):
             found = None if origins is None else origins.origin(self._roots, "loss")
             return found or NonFiniteValue("loss", "", "", "", float(torch.as_tensor(loss).sum()))
@@ -150,7 +163,7 @@ class Diagnoser:
 
     def _silent(self) -> Iterator[SilentParameter]:
         sizes = self._sizes
-        cuts, nil = self._cut_finder(), self._zero_finder()
+        nil = self._zero_finder()
         beyond = {id(node.variable) for node in sizes.below(sizes.closed)}
         for name, parameter in self._parameters():
             if not parameter.requires_grad or id(parameter) in beyond:
@@ -158,17 +171,15 @@ class Diagnoser:
             reached = sizes.leaves.get(id(parameter))
             cause: SilentParameter | None = None
             if reached is None and not sizes.failure:
-                cause = self._missing(cuts, name, parameter)
+                cause = self._missing(name, parameter)
             elif reached is not None and sizes.is_zero(reached[0]):
                 cause = nil.cause(name, reached[0])
             if cause is not None:
                 yield cause
 
-    def _missing(
-        self, cuts: silent.CutFinder | None, name: str, parameter: Tensor
-    ) -> SilentParameter | None:
-        if cuts is not None:
-            cause = cuts.cause(name, parameter, name in self._replaced)
+    def _missing(self, name: str, parameter: Tensor) -> SilentParameter | None:
+        if self._cuts is not None:
+            cause = self._cuts.cause(name, parameter, name in self._replaced)
             unseen = self._unseen(name) if cause and cause.reason is Reason.UNUSED else ""
             return replace(cause, reason=Reason.CUT, evidence=unseen) if cause and unseen else cause
         module = name.rpartition(".")[0]
@@ -200,10 +211,13 @@ class Diagnoser:
             name for tensor, names in known for name in names if now.get(name, tensor) is not tensor
         }
 
-    def _cut_finder(self) -> silent.CutFinder | None:
-        record = self.subject.record
+    @cached_property
+    def _cuts(self) -> silent.CutFinder | None:
+        record, loss = self.subject.record, self.loss
         if record is None:
             return None
+        if isinstance(loss, Tensor) and record.known(loss) is None:
+            self.remarks.append(OUTSIDE)
         return silent.CutFinder(record, self._roots, self._sizes.numbers, self.subject.called)
 
     @cached_property
@@ -218,12 +232,8 @@ class Diagnoser:
         elif not isinstance(self.loss, Tensor):
             exits = [each for each in record.operations if each.name in EXITS]
             roots = set(exits[-1].outputs) if exits else set()
-        if not roots:
-            self.remarks.append(
-                "The loss was computed outside of the watch; compute it inside to have all seen."
-            )
-            roots = record.alive() & record.makers.keys()  # not the parameters themselves
-        return roots
+        # where it was not seen, not the parameters themselves
+        return roots or record.alive() & record.makers.keys()
 
     @cached_property
     def _modules(self) -> dict[Node, str]:
@@ -231,17 +241,22 @@ class Diagnoser:
         return {n: table.place_of(n).module for n in order if type(n) is not ACCUMULATE}
 
     def _zero_finder(self) -> zeros.ZeroFinder:
-        return zeros.ZeroFinder(self._sizes, self.subject.record, self._modules)
+        return zeros.ZeroFinder(self._sizes, self.subject.record, self._modules, self._value_names)
 
     # Gradients that are too small or too large ---------------------------------------------------
 
-    def _unbalanced(self, loss: Tensor, told: set[str]) -> Iterator[Finding]:
+    def _unbalanced(self, loss: Tensor, missing: Sequence[SilentParameter]) -> Iterator[Finding]:
         subject, sizes = self.subject, self._sizes
+        told = {each.module for each in missing}
+        lost = any(each.reason is Reason.UNDERFLOW for each in missing)
         named = {name: id(parameter) for name, parameter in self._parameters()}
         reached = {n: sizes.leaves[key][1] for n, key in named.items() if key in sizes.leaves}
         yield from balance.expert_findings(reached)
-        yield from balance.underflow_findings(sizes, self._modules, subject.record)
+        if not lost:
+            yield from balance.underflow_findings(sizes, self._modules, subject.record)
         if sizes.failure or sizes.closed:
+            why = "the backward pass fails" if sizes.failure else REENTRANT
+            self.remarks.append(f"Whether gradients vanish or explode was not measured: {why}.")
             return
         terms = balance.LossTerms(loss, sizes, subject.names, subject.hooks, subject.record)
         yield from terms.findings()
@@ -250,7 +265,9 @@ class Diagnoser:
         except GradtraceError as error:
             self.remarks.append(f"Whether gradients vanish or explode was not measured: {error}")
             return
-        yield from balance.flow_findings(flow)
+        for found in balance.flow_findings(flow):
+            if not (lost and found.kind == "vanishing"):  # it vanishes by underflow
+                yield found
         yield from balance.branch_findings(flow, told)
 
     # Others --------------------------------------------------------------------------------------
@@ -260,59 +277,26 @@ class Diagnoser:
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             advice = "call requires_grad_() on those that are to be trained."
             yield Finding("frozen", "error", "no parameter requires grad", advice=advice)
-        if self._sizes.failure:
-            record, node = self.subject.record, self._sizes.failed
-            operation = None if record is None else record.of_node(sequence_of(node))
-            line = "" if operation is None else str(operation.where.line or "")
-            if found := UNDERIVED.search(self._sizes.failure):
-                name, _, argument = found[1].partition(": ")
-                yield self._underived(name, argument, operation)
-                return
-            yield Finding(
-                "backward",
-                "error",
-                "the backward pass fails",
-                line=line,
-                evidence=self._sizes.failure,
-                advice="mend this first; gradients behind it are unknown.",
-            )
-
-    def _underived(self, name: str, argument: str, operation: Operation | None) -> Finding:
-        """The finding of an operator without a derivative. The node of some has no number, so that
-        ``operation`` is another; then it is the last of that name.
-        """
-        names = {name, f"{name}_", f"special_{name}", *ALIASES.get(name, ())}
-        record = self.subject.record
-        if operation is None or operation.name not in names:
-            all_of_them = [] if record is None else record.operations
-            operation = next((each for each in reversed(all_of_them) if each.name in names), None)
-        if operation is None:
-            return no_derivative(name, argument, "", "")
-        return no_derivative(name, argument, operation.module, str(operation.where.line or ""))
+        if found := failures.failure_of(self._sizes, self.subject.record):
+            yield found
 
     def _unregistered(self) -> Iterator[Finding]:
-        """Parameters that get a gradient, and that the model does not list."""
-        for prefix, root in self.subject.roots.items():
-            listed_ids = {id(parameter) for _, parameter in named_parameters(root)}
-            reached = self._sizes.leaves.keys() - listed_ids
-            for name, module, holder in _held(prefix, root):
-                own = module.named_parameters()
-                lost = tuple(f"{name}.{key}" for key, p in own if id(p) in reached)
-                if lost:
-                    yield Finding(
-                        "unregistered",
-                        "error",
-                        f"not registered: {listed(lost)}",
-                        name.rpartition("[")[0],
-                        lost,
-                        evidence="They get a gradient, but model.parameters() does not list them: "
-                        f"'{name}' lies in a plain {holder}, so that no optimiser moves it, and no "
-                        "checkpoint has it.",
-                        advice="use nn.ModuleList or nn.ModuleDict.",
-                    )
+        leaves = {key: node.variable for key, (node, _) in self._sizes.leaves.items()}
+        return unregistered(self.subject.roots, leaves, self.subject.record)
+
+    def _used_rows(self, leaf: Node, count: int) -> tuple[Tensor, int]:
+        """Which rows of an embedding occur, as its operators say; and how many are padding."""
+        used, padding = torch.zeros(count, dtype=torch.bool, device="cpu"), set[int]()
+        for node in self._sizes.users.get(leaf, ()):
+            indices = getattr(node, "_saved_indices", None)
+            if isinstance(indices, Tensor) and indices.layout is torch.strided:
+                used[indices.detach().reshape(-1).cpu().long()] = True
+            row = getattr(node, "_saved_padding_idx", -1)
+            padding |= {row} if isinstance(row, int) and 0 <= row < count else set()
+        return used, sum(bool(used[row]) for row in padding)
 
     def _unused_rows(self) -> dict[str, tuple[int, int]]:
-        """Rows of embeddings with gradient 0: words that do not occur."""
+        """Rows of embeddings that do not occur, and have gradient 0."""
         tables = {
             id(module.weight)
             for root in self.subject.roots.values()
@@ -323,29 +307,28 @@ class Diagnoser:
         for name, parameter in self._parameters():
             reached = self._sizes.leaves.get(id(parameter))
             if id(parameter) in tables and reached is not None:
-                rows = int((reached[1].reshape(len(parameter), -1) == 0).all(1).sum())
+                empty = (reached[1].reshape(len(parameter), -1) == 0).all(1)
+                used, padding = self._used_rows(reached[0], len(parameter))
+                rows = int((empty & ~used.to(empty.device)).sum())
+                without = int((empty & used.to(empty.device)).sum()) - padding
+                if without > 0:
+                    self.remarks.append(
+                        f"Rows that occur in this batch and get no gradient: {name} {without:,} of "
+                        f"{int(used.sum()):,} (masked, or not used further?)."
+                    )
                 if 0 < rows < len(parameter):
                     found[name] = rows, len(parameter)
         return found
 
 
-def _held(prefix: str, root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules in plain lists, tuples and dicts that are attributes of a model's modules."""
-    for name, module in named_modules(root):
-        for key, value in vars(module).items():
-            if key.startswith("_") or not isinstance(value, (list, tuple, dict)):
-                continue
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for at, each in pairs:
-                if isinstance(each, nn.Module):
-                    place = join(join(prefix, name), f"{key}[{at!r}]")
-                    yield place, each, type(value).__name__
-
-
-def _grouped(missing: Iterable[SilentParameter]) -> Iterator[Finding]:
-    """One finding for all parameters that are silent for the same reason at the same line."""
+def _grouped(missing: Iterable[SilentParameter], bad: NonFiniteValue | None) -> Iterator[Finding]:
+    """One finding for all parameters that are silent for the same reason at the same line; none
+    for zeros that are made where NaN is, which follow from it.
+    """
     groups: dict[tuple[str, ...], list[SilentParameter]] = {}
     for each in missing:
+        if bad is not None and bad.line == each.line and each.reason in zeros.ADVICE:
+            continue
         apart = each.module if each.reason in (Reason.NEVER_CALLED, Reason.UNUSED) else ""
         key = (each.reason, each.line or each.operator, each.severity, apart.partition(".")[0])
         groups.setdefault(key, []).append(each)
@@ -356,10 +339,11 @@ def _grouped(missing: Iterable[SilentParameter]) -> Iterator[Finding]:
             advice = silent.INSTEAD.get(first.operator, advice)
         zero = first.reason in zeros.ADVICE
         what = "gradient is exactly 0" if zero else "no gradient"
-        if zero and first.severity == "note" and first.reason is Reason.ZERO_FACTOR:
-            advice = "usually none: the factor is trained, and leaves 0 with the first step."
+        if first.reason is Reason.ZERO_FACTOR:
+            advice = zeros.FACTOR_ADVICE.get(first.severity, advice)
+        kind = "underflow" if first.reason is Reason.UNDERFLOW else "zero gradient"
         yield Finding(
-            "zero gradient" if zero else "silent",
+            kind if zero else "silent",
             first.severity,
             f"{what}: {listed(names)} ({first.reason})",
             common_module([each.module for each in group]),
@@ -368,6 +352,10 @@ def _grouped(missing: Iterable[SilentParameter]) -> Iterator[Finding]:
             first.evidence,
             advice,
         )
+
+
+OUTSIDE = "The loss was computed outside of the watch; compute it inside to have all seen."
+REENTRANT = "a reentrant checkpoint hides a part of the model (use_reentrant=False shows it)"
 
 
 def diagnosed(subject: Subject, loss: Tensor | float) -> Diagnosis:

@@ -106,6 +106,16 @@ class Operation:
         return self.needs and self.gives.isdisjoint(values)
 
 
+NAMES = {"__array__": "NumPy", "numpy": "NumPy", "__float__": "float()", "__int__": "int()"}
+
+
+def shown(operation: Operation) -> str:
+    """An operation in words: ``relu() in 'encoder'``."""
+    name = NAMES.get(operation.name, operation.name.strip("_") + "()")
+    name = operation.name if operation.name.startswith(".") else name
+    return f"{name} in '{operation.module}'" if operation.module else name
+
+
 @dataclass(eq=False)
 class ForwardRecord:
     """What a forward pass did, in order. Values are numbers; an in-place operation makes a new one

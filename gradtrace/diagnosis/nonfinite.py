@@ -176,12 +176,18 @@ def advice_for(value: NonFiniteValue) -> str:
     return BY_NAME.get(name, "look at the values that go into it.")
 
 
+INPUTS_MAX = 3
+"""The most inputs of an operator that a sentence has, infinite ones first."""
+
+
 def finding_of(value: NonFiniteValue, names: tuple[str, ...]) -> Finding:
     """A bad value as a finding; ``names`` are the parameters whose gradient is not finite."""
     number = f"{value.value:.4g}"
     what = f"the {value.of} is not finite"
     where = f" in '{value.module}'" if value.module else ""
-    inputs = f" of {'; '.join(value.inputs)}" if value.inputs else ""
+    first = sorted(value.inputs, key=lambda text: "inf" not in text)[:INPUTS_MAX]
+    more = f" and {len(value.inputs) - len(first)} more" if len(value.inputs) > len(first) else ""
+    inputs = f" of {'; '.join(first)}{more}" if value.inputs else ""
     at = f" at element {list(value.element)}" if value.element else ""
     maker = f"{value.operator}{where} makes {number}{at}{inputs}."
     if not value.operator:

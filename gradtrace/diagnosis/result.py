@@ -35,6 +35,7 @@ class Reason(str, Enum):
     ZERO_FACTOR = "multiplied by zero"
     DEAD_RELU = "dead ReLU"
     SATURATED = "saturated"
+    ONE_CLASS = "softmax over one class"
     FLAT = "derivative is zero"
     NOT_SELECTED = "not selected"
     NO_SAMPLES = "got no samples"

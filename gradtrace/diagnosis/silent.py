@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord, Operation
+from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord, Operation, shown
 from gradtrace.diagnosis.result import Reason, SilentParameter
 
 ADVICE = {
@@ -35,16 +35,16 @@ ADVICE = {
 
 _LEAVE_OUT = "leave it out; if the part is meant to be frozen, say so with requires_grad_(False)."
 _IN_TORCH = "compute with tensors: the functions of torch that do the same have a derivative."
+_KEEP = "keep the tensor, and compute with it; item() and float() are for printing and logging."
 INSTEAD = {
     **dict.fromkeys(("detach", "detach_", ".data", "tensor", "new_tensor"), _LEAVE_OUT),
-    **dict.fromkeys(("numpy", "__array__", "item", "tolist", "__float__"), _IN_TORCH),
+    **dict.fromkeys(("item", "__float__"), _KEEP),
+    **dict.fromkeys(("numpy", "__array__", "tolist"), _IN_TORCH),
 }
 """What to do about operators that detach."""
 
 ENTRIES = frozenset(("numpy", "__array__", "tolist", "__dlpack__"))
 """Exits whose numbers usually come back, changed, as another tensor."""
-
-NAMES = {"__array__": "NumPy", "numpy": "NumPy", "__float__": "float()", "__int__": "int()"}
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class CutFinder:
         read = [op for op in exits if op.name in ENTRIES or (op.inside and op in ends)]
         if read:
             return _blamed(name, module, Reason.DETACHED, read[0])
-        also = f"; its values are read by {_shown(exits[0])}, {exits[0].line}" if exits else ""
+        also = f"; its values are read by {shown(exits[0])}, {exits[0].line}" if exits else ""
         last = uses[-1]
         evidence = f"Nothing that is computed from it is part of the loss{also}; it is last used by"
         return SilentParameter(
@@ -120,7 +120,7 @@ class CutFinder:
             Reason.UNREACHED,
             str(last.line or ""),
             last.name,
-            f"{evidence} {_shown(last)}.",
+            f"{evidence} {shown(last)}.",
         )
 
 
@@ -134,27 +134,22 @@ def _reason(operation: Operation) -> Reason:
     return by_mode.get(operation.off, Reason.DETACHED)
 
 
-def _shown(operation: Operation) -> str:
-    name = NAMES.get(operation.name, operation.name.strip("_") + "()")
-    name = operation.name if operation.name.startswith(".") else name
-    return f"{name} in '{operation.module}'" if operation.module else name
-
-
 def _blamed(name: str, module: str, reason: Reason, operation: Operation | None) -> SilentParameter:
     if operation is None:
         return SilentParameter(name, module, reason)
+    same = str(operation.where.line) == str(operation.line)
     said = {
-        Reason.NO_GRAD: f"Gradients were turned off here; the first operation without a graph is "
-        f"{_shown(operation)}, {operation.where.line}.",
-        Reason.INFERENCE: f"{_shown(operation)} ran in inference mode.",
-        Reason.CHECKPOINT: f"{_shown(operation)} ran inside a reentrant checkpoint, none of whose "
+        Reason.NO_GRAD: "Gradients were turned off here; the first operation without a graph is "
+        f"{shown(operation)}{'' if same else f', {operation.where.line}'}.",
+        Reason.INFERENCE: f"{shown(operation)} ran in inference mode.",
+        Reason.CHECKPOINT: f"{shown(operation)} ran inside a reentrant checkpoint, none of whose "
         "inputs requires grad.",
-        Reason.FUNCTION: f"{_shown(operation)} ran inside a torch.autograd.Function, which handed "
+        Reason.FUNCTION: f"{shown(operation)} ran inside a torch.autograd.Function, which handed "
         "back no gradient.",
-        Reason.DETACHED: f"{_shown(operation)} reads its numbers into Python, where no gradient "
+        Reason.DETACHED: f"{shown(operation)} reads its numbers into Python, where no gradient "
         "follows them."
         if operation.name in EXITS
-        else f"The input of {_shown(operation)} requires grad, its output does not.",
+        else f"The input of {shown(operation)} requires grad, its output does not.",
     }
     line = str(operation.line or "")
     return SilentParameter(name, module, reason, line, operation.name, said.get(reason, ""))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from gradtrace.autodiff.nodes import Node, name_of, sequence_of
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
-from gradtrace.diagnosis.forward_record import ForwardRecord, Operation
+from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, shown
 from gradtrace.diagnosis.result import Reason, SilentParameter
 from gradtrace.flow.tuning import UNDERFLOW_FACTOR
 
 FACTORS = {"Addmm": (1, 2), "Baddbmm": (1, 2), "Addbmm": (1, 2), "Addmv": (1, 2)}
 """Which arguments are multiplied, of products that also add one; of others the first two."""
+
+SUMMAND_FIRST = frozenset(("addmm", "baddbmm", "addbmm", "addmv"))
+"""Functions that add the first argument to the product of the others."""
 
 KINDS = {
     Reason.ZERO_FACTOR: "Mul Div Mm Bmm Mv Dot Addmm Baddbmm Addbmm Addmv Addcmul Addcdiv "
@@ -38,6 +42,8 @@ ADVICE = {
     "normalised, or a leaky slope bring it back.",
     Reason.SATURATED: "keep the inputs small: normalise them, scale the weights down, or use a "
     "loss that takes logits.",
+    Reason.ONE_CLASS: "the softmax of a single score is 1, whatever the score: give the model an "
+    "output for each class, or use binary_cross_entropy_with_logits.",
     Reason.FLAT: "the operator's derivative is 0 everywhere; use a smooth one, or a "
     "straight-through estimator: x + (x.round() - x).detach().",
     Reason.NOT_SELECTED: "check the mask, index or condition: it leaves out all that this part "
@@ -49,6 +55,13 @@ ADVICE = {
     Reason.CANCELLED: "usually none: what reaches it adds up to 0.",
 }
 """What to do about each reason that the gradient is 0."""
+
+
+FACTOR_ADVICE = {
+    "warning": "mend what makes it 0, and gets no gradient itself.",
+    "note": "usually none: the factor is trained, and leaves 0 with the first step.",
+}
+"""What to do about a factor that is 0 because of something else, or for the first step only."""
 
 
 def kind_of(node: Node) -> str:
@@ -63,6 +76,7 @@ class ZeroFinder:
     sizes: BackwardSizes
     record: ForwardRecord | None
     modules: dict[Node, str]
+    named: Mapping[int, str]  # values of parameters
 
     def cause(self, name: str, leaf: Node) -> SilentParameter:
         """Why the gradient of a leaf is 0 everywhere."""
@@ -73,7 +87,8 @@ class ZeroFinder:
         node, child = found[0]
         operation = None if self.record is None else self.record.of_node(sequence_of(node))
         reason = self._reason(node, child)
-        if reason is Reason.SATURATED and operation is not None and self._is_nothing(operation):
+        clamps = kind_of(node).startswith("Clamp")
+        if clamps and operation is not None and self._is_nothing(operation):
             reason = Reason.DEAD_RELU  # a clamp at 0
         line = "" if operation is None or operation.where.line is None else operation.where.line
         return SilentParameter(
@@ -128,6 +143,8 @@ class ZeroFinder:
             return Reason.NO_SAMPLES
         if self._faint(node, child):
             return Reason.UNDERFLOW
+        if "Softmax" in kind and all(x.shape[-1:] == (1,) for x in self.sizes.size[node]):
+            return Reason.ONE_CLASS
         reason = next((r for n, r in BY_NAME.items() if re.fullmatch(rf"{n}\d*[dD]?", kind)), None)
         if reason is None:
             reason = Reason.ZERO_FACTOR if kind.startswith("Mkldnn") else Reason.FLAT
@@ -148,22 +165,46 @@ class ZeroFinder:
         least = max((_smallest(each.dtype) for each in reached), default=0.0)
         return self.sizes.largest(node) < least * UNDERFLOW_FACTOR
 
+    def _zeros_among(self, operation: Operation) -> str:
+        """Which factors of an operation are 0 everywhere, by their name or by what made them."""
+        record = self.record
+        factors = operation.inputs[slice(1, 3) if operation.name in SUMMAND_FIRST else slice(2)]
+        if record is None or len(operation.inputs) > 3:  # one that does more than multiply
+            return ""
+        said = []
+        for value in factors:
+            extent = record.extent(value)
+            if extent is None or not extent.zero:
+                continue
+            number = record.makers.get(value)
+            made = "" if number is None else f"what {shown(record.operations[number])} gives"
+            shape = "×".join(map(str, extent.shape)) or "scalar"
+            said.append(self.named.get(value) or made or f"an input of shape {shape}")
+        return f": {' and '.join(said)} {'is' if len(said) == 1 else 'are'} 0" if said else ""
+
     def _evidence(self, node: Node, reason: Reason, operation: Operation | None) -> str:
         module = self.modules.get(node, "")
         where = f"{name_of(node)}{f' (in {module!r})' if module else ''}"
         if reason is Reason.NO_SAMPLES:
             return f"{where} was run on an empty tensor: nothing was handed to this part."
         reached = f"A gradient of up to {self.sizes.largest(node):.2g} reaches {where}"
-        ranges = ""
-        if operation is not None and self.record is not None:
-            extents = [self.record.extent(value) for value in operation.inputs]
-            known = [each for each in extents if each is not None]
-            if reason is Reason.ZERO_FACTOR:
-                zero = [each for each in known if each.zero]
-                ranges = f", of whose inputs {len(zero)} is exactly 0 everywhere" if zero else ""
-            elif known:
-                ranges = f", whose input lies in {known[0]}"
+        if operation is None or self.record is None:
+            return f"{reached}, and it hands on exactly 0."
+        if reason is Reason.ZERO_FACTOR:
+            return f"{reached}, and it hands on exactly 0{self._zeros_among(operation)}."
+        if kind_of(node) == "Embedding":
+            return f"{reached}, and it hands on exactly 0{_padded(node)}."
+        extents = [self.record.extent(value) for value in operation.inputs]
+        known = [each for each in extents if each is not None]
+        ranges = f", whose input lies in {known[0]}" if known else ""
         return f"{reached}{ranges}, and it hands on exactly 0."
+
+
+def _padded(node: Node) -> str:
+    """That an embedding is asked for its padding alone, if it has one."""
+    row = getattr(node, "_saved_padding_idx", -1)
+    known = isinstance(row, int) and 0 <= row < 1 << 62  # -1, as an unsigned number: none
+    return f": all of it is for row {row}, the padding_idx" if known else ""
 
 
 def _smallest(dtype: torch.dtype) -> float:

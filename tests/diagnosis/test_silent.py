@@ -178,12 +178,28 @@ def test_parameters_of_one_cause_are_one_finding() -> None:
 def test_a_backward_pass_that_fails_is_a_finding() -> None:
     model = Net(lambda h: h.exp())
     with gt.watch(model, diagnose=True) as watch:
-        h = model.enc(data()[0]).exp()  # HERE
+        h = model.enc(data()[0]).exp()
         loss = model.head(h).sum()
-        h.mul_(2)
+        h.mul_(2)  # HERE
     (finding,) = watch.diagnose(loss).findings
-    assert finding.kind == "backward" and "overwritten in place" in finding.evidence
-    assert "head" in finding.line or "# HERE" in finding.line
+    assert finding.kind == "backward" and "was overwritten" in finding.title
+    assert "mul_() changes in place" in finding.evidence and "model.head(h)" in finding.evidence
+    assert "# HERE" in finding.line and "out of place" in finding.advice
+
+
+def test_a_loss_whose_graph_is_gone_is_no_fault_of_the_model() -> None:
+    model, step = HEALTHY["dropout"]()
+    with gt.watch(model) as watch:
+        loss = step()
+    loss.backward(retain_graph=True)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    with pytest.raises(gt.errors.FreedGraph, match="before the step"):
+        watch.diagnose(loss)
+    with gt.watch(model) as watch:
+        loss = step()
+    loss.backward()
+    with pytest.raises(gt.errors.FreedGraph, match=r"before loss.backward\(\)"):
+        watch.diagnose(loss)
 
 
 def test_a_monitor_warns_of_silent_parameters_at_its_first_step() -> None:

@@ -1,0 +1,98 @@
+"""Parameters that get a gradient, and that the model does not list: no optimiser moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradtrace.diagnosis.forward_record import ForwardRecord
+from gradtrace.diagnosis.result import Finding, listed
+from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters
+
+SO = "so that no optimiser moves it, and no checkpoint has it."
+
+
+def unregistered(
+    roots: Mapping[str, nn.Module], leaves: Mapping[int, Tensor], record: ForwardRecord | None
+) -> Iterator[Finding]:
+    """One finding for each place; ``leaves`` are those that get a gradient, by their id."""
+    left = dict(leaves)
+    for prefix, root in roots.items():
+        known = {id(parameter) for _, parameter in named_parameters(root)}
+        for place, held, holder in _held(prefix, root):
+            own = [("", held)] if isinstance(held, Tensor) else held.named_parameters()
+            lost = [(key, p) for key, p in own if id(p) in leaves and id(p) not in known]
+            if lost:
+                names = tuple(f"{place}.{key}" if key else place for key, _ in lost)
+                yield _in_container(place, names, held, holder)
+            known.update(id(parameter) for _, parameter in lost)
+        for key in known:
+            left.pop(key, None)
+    if record is not None:
+        yield from _made_anew(left.values(), record)
+
+
+def _in_container(place: str, names: tuple[str, ...], held: object, holder: str) -> Finding:
+    if holder:
+        kind = "Parameter" if isinstance(held, Tensor) else "Module"
+        why = f"'{place}' lies in a plain {holder}, {SO}"
+        advice = f"use nn.{kind}List or nn.{kind}Dict."
+    else:
+        why = f"'{place}' is a plain tensor, {SO}"
+        advice = "make it a parameter: self.name = nn.Parameter(tensor)."
+    return Finding(
+        "unregistered",
+        "error",
+        f"not registered: {listed(names)}",
+        place.rpartition("[" if holder else ".")[0],
+        names,
+        evidence=f"{'It gets' if len(names) == 1 else 'They get'} a gradient, but "
+        f"model.parameters() does not list {'it' if len(names) == 1 else 'them'}: {why}",
+        advice=advice,
+    )
+
+
+def _made_anew(leaves: Iterable[Tensor], record: ForwardRecord) -> Iterator[Finding]:
+    """Parameters that were made during the forward pass."""
+    lines: dict[str, list[Tensor]] = {}
+    modules: dict[str, str] = {}
+    for leaf in leaves:
+        value = record.known(leaf) if isinstance(leaf, nn.Parameter) else None
+        number = None if value is None else record.makers.get(value)
+        if number is not None:
+            operation = record.operations[number]
+            line = str(operation.where.line or "")
+            lines.setdefault(line, []).append(leaf)
+            modules[line] = operation.module
+    for line, made in lines.items():
+        shapes = ", ".join("×".join(map(str, leaf.shape)) or "scalar" for leaf in made[:4])
+        yield Finding(
+            "unregistered",
+            "error",
+            "parameters are made anew in the forward pass",
+            modules[line],
+            line=line,
+            evidence=f"{len(made)} of shape {shapes} get a gradient and are not the model's: every "
+            "forward pass begins with new ones, and no optimiser moves them.",
+            advice="make the module in __init__, and call it in forward.",
+        )
+
+
+def _held(prefix: str, root: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Modules and tensors in plain lists, tuples and dicts that are attributes of a model's
+    modules, with the kind of container; and tensors that are attributes themselves, with none.
+    """
+    for name, module in named_modules(root):
+        for key, value in vars(module).items():
+            place = join(join(prefix, name), key)
+            if key.startswith("_"):
+                continue
+            if isinstance(value, Tensor):
+                yield place, value, ""
+            if not isinstance(value, (list, tuple, dict)):
+                continue
+            for at, each in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(each, (nn.Module, nn.Parameter)):
+                    yield f"{place}[{at!r}]", each, type(value).__name__
