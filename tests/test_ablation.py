@@ -389,6 +389,32 @@ def test_the_mean_of_a_part_of_a_layer(part: str, first: bool) -> None:
         model(x[:, 0])
 
 
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("part", "call", "says"),
+    [
+        (nn.Tanh(), lambda part: part(torch.randn(3)), "may be samples, or the features of one"),
+        (nn.Tanh(), lambda part: torch.vmap(part)(torch.randn(2, 3)), "inside torch.vmap"),
+        (Sparse(), lambda part: part(torch.randn(3, 3)), "layout torch.sparse_coo"),
+    ],
+    ids=["one dimension", "vmap", "sparse"],
+)
+def test_where_samples_do_not_show(part: nn.Module, call: Any, says: str) -> None:
+    model = nn.ModuleDict({"part": part})
+    with (
+        pytest.raises(GradtraceError, match=rf"module 'part' .*{says}"),
+        ablate(model, "part", how="mean"),
+    ):
+        call(part)
+    if not isinstance(part, Sparse):
+        with ablate(model, "part", how="mean", batch_dim=0):
+            assert call(part).std(-1).max() < 1e-6
+
+
 @pytest.mark.parametrize(
     ("part", "shape"),
     [
@@ -398,6 +424,8 @@ def test_the_mean_of_a_part_of_a_layer(part: str, first: bool) -> None:
         (nn.AdaptiveAvgPool1d(2), (3, 4)),
         (nn.RNNCell(3, 4), (3,)),
         (nn.LSTMCell(3, 4), (3,)),
+        (nn.Linear(3, 4), (3,)),
+        (nn.LayerNorm((2, 3)), (2, 3)),
     ],
     ids=lambda value: type(value).__name__,
 )

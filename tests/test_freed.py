@@ -12,6 +12,7 @@ import fresh
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -281,14 +282,67 @@ def used_up(x: Tensor, tmp_path: Path) -> Tensor:
     return h
 
 
+def measured(x: Tensor, tmp_path: Path) -> Tensor:
+    model = net()
+    with gt.watch(model) as watch:
+        h: Tensor = model(x)
+    traced = watch.trace(h.sum())
+    traced.agreement()
+    traced.mass()
+    traced.spectrum()
+    traced.cancellation()
+    str(traced.decompose())
+    traced.choices()
+    return h
+
+
+def of_a_watch(x: Tensor, tmp_path: Path) -> Tensor:
+    """What takes a watch and not a trace."""
+    model = net()
+    with gt.watch(model, diagnose=True) as watch:
+        h: Tensor = model(x)
+        loss = h.sum()
+    watch.diagnose(loss)
+    str(watch.conflicts({"a": loss, "b": h.abs().sum()}))
+    str(watch.attribute(loss, {"x": x}))
+    return h
+
+
+def taken(x: Tensor, tmp_path: Path) -> Tensor:
+    """Functions and saved tensors of which the state is put back."""
+    model, stack = net(), [[x.detach()]]
+    with gt.watch(model) as watch, saved_tensors_hooks(lambda y: [y], lambda y: y.pop()):
+        h: Tensor = Popped.apply(model(x), stack)
+        loss = h.square().sum()
+    watch.trace(loss).influence()
+    watch.backward(loss)
+    loss.backward()
+    return h
+
+
+class Popped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: list[list[Tensor]]) -> Tensor:
+        ctx.stack = stack
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.stack[0].pop()
+        del ctx.stack
+        return grad * 2, None
+
+
 CASES: dict[str, Callable[..., Tensor]] = {
     "greedy": watched,
     "viterbi": lambda x, tmp_path: watched(x, tmp_path, rule="viterbi"),
+    "edge": lambda x, tmp_path: watched(x, tmp_path, rule="edge"),
     **{
         f.__name__: f
         for f in (
             *(by_pairs, whole, monitored, over_data, without, recomputed, hooked, recurrent),
-            *(joined, opaque, semirings, schedules, refused, used_up),
+            *(joined, opaque, semirings, schedules, refused, used_up, measured),
+            *(of_a_watch, taken),
         )
     },
 }

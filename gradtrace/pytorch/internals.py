@@ -50,6 +50,8 @@ NAMES = {
     "_C._len_torch_dispatch_stack": "keeping a caller's modes out",
     "_C._functorch.is_functorch_wrapped_tensor": "refusing losses of torch.func",
     "_C._functorch.maybe_current_level": "refusing losses of torch.func",
+    "_C._functorch.is_batchedtensor": "noticing torch.vmap",
+    "_C._functorch.get_unwrapped": "noticing torch.vmap",
     "_C._dispatch_get_all_op_names": "the list of operators",
     "_C._set_cudnn_allow_tf32": "products in full float32",
     "_foreach_abs": "mass: weights of all layers lifted at once",
@@ -187,6 +189,16 @@ def versions_can_be_set() -> None:
     _equal(x._version - before, 1, "the version of a tensor after a write, less before,")
     set_version(x, before)
     _equal(x._version, before, "the version that was set")
+
+
+def is_vmapped(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.vmap`` hides a dimension of this tensor."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

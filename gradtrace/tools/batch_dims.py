@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradtrace.errors import GradtraceError
+from gradtrace.pytorch.internals import is_vmapped
 
 LAYERS = (
     nn.RNNBase,
@@ -21,6 +23,9 @@ LAYERS = (
     nn.Transformer,
 )
 """Layers with a known batch dimension, for their outputs and for the modules inside them."""
+
+POINTWISE = frozenset({"torch.nn.modules.activation", "torch.nn.modules.dropout"})
+"""Where PyTorch has modules that work on tensors of any shape."""
 
 
 def batch_first(module: nn.Module) -> bool | None:
@@ -39,6 +44,13 @@ def _spatial(module: nn.Module | None) -> int | None:
         if kind.__name__[-2:] in ("1d", "2d", "3d") and "BatchNorm" not in kind.__name__:
             return int(kind.__name__[-2])
     return None
+
+
+def _features(module: nn.Module | None) -> int:
+    """The number of last dimensions that are features, of PyTorch's layers that have such."""
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return len(module.normalized_shape)
+    return int(isinstance(module, (nn.Linear, nn.Bilinear, nn.Embedding)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +79,13 @@ class BatchDim:
             return self._in_layer(number)
         if self.given is not None:
             return self._as_given(self.given, tensor)
+        self._refuse_hidden(tensor)
         size = _spatial(self.module)
         if size is not None and tensor.dim() == size + 2:
             return 0
         if size is not None and tensor.dim() == size + 1:
+            self._refuse_one(tensor)
+        if tensor.dim() <= _features(self.module):
             self._refuse_one(tensor)
         firsts = (batch_first(module) for module in reversed(self.above))
         first = next((each for each in firsts if each is not None), None)
@@ -85,6 +100,25 @@ class BatchDim:
                 "batch_dim=0 or batch_dim=1 which dimension samples are"
             )
         return 0
+
+    def _refuse_hidden(self, tensor: Tensor) -> None:
+        """Raise an error if the tensor does not show which dimension samples are."""
+        shape = tuple(tensor.shape)
+        if tensor.layout is not torch.strided:
+            raise GradtraceError(
+                f"{self.what} has the layout {tensor.layout}, over which no mean is taken; use "
+                "how='zero', or give values"
+            )
+        if is_vmapped(tensor):
+            raise GradtraceError(
+                f"{self.what} runs inside torch.vmap, where samples may be hidden (shape {shape}): "
+                "say with batch_dim=0 that dimension 0 is samples, or call the model outside"
+            )
+        if tensor.dim() == 1 and type(self.module).__module__ in POINTWISE:
+            raise GradtraceError(
+                f"{self.what} has shape {shape}, which may be samples, or the features of one: say "
+                "with batch_dim=0 that they are samples; one sample has no mean over samples"
+            )
 
     def _is_layer(self) -> bool:
         """Whether it is one of PyTorch's layers, with ``forward`` not overridden."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gradtrace.ir.bound import BoundTerm
 from gradtrace.ir.interpreter import gradient_of, value_of
-from gradtrace.ir.passes.edge_sizes import single_contributions
+from gradtrace.ir.passes.edge_sizes import SingleContributions, single_contributions
 from gradtrace.ir.passes.nested_sums import NestedSum, nested
 from gradtrace.ir.program import Block, MapTable, Program, Step
 from gradtrace.ir.recompute import RecomputedValues, Values
@@ -141,10 +141,16 @@ class PathFollower:
         return self._nested_cache[1]
 
     @cached_property
+    def _single(self) -> SingleContributions:
+        return single_contributions(self.program)
+
+    @property
     def edges(self) -> EdgeSizes:
-        """The sizes of single contributions, by which the rule ``edge`` chooses."""
+        """The sizes of single contributions, by which the rule ``edge`` chooses. Not kept, since
+        it refers to this: they would be freed by the garbage collector only.
+        """
         return EdgeSizes(
-            single_contributions(self.program),
+            self._single,
             self.makers,
             lambda value, at: wide(self.gradient(value, at)).abs(),
             lambda term, at: self._offer(term, at, None),
