@@ -40,7 +40,8 @@ class ablate:
       the mean of a time step is over the samples that have it; in a tensor labelled along dimension
       0, it is 1. ``batch_dim`` overrides it, for all names or as ``{name: dim}``, and is required
       for tensors of three dimensions if a layer of the model has time first, since they may have
-      time first, too; for the one dimension of an activation; inside ``torch.vmap``. A single sample without a batch dimension has no mean and is an error;
+      time first, too; for the one dimension of an activation; inside ``torch.vmap``. A single
+      sample without a batch dimension has no mean and is an error;
     - ``"remove"``: ``out = in``, the first floating tensor that the module is given, and its
       gradient; the module does not run. Its other outputs are inputs that it would pass through,
       or else zero. Slices cannot be removed.
