@@ -12,8 +12,8 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.paths.paths import Path
 from gradtrace.trace import Trace
-from gradtrace.tracing.paths import Path
 
 KEYS, NOISE, STEPS, WIDTH = 4, 4, 8, 16
 GATES = ("input", "forget", "candidate", "output")

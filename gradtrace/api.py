@@ -9,11 +9,11 @@ from torch import Tensor
 from gradtrace.autodiff.names import Gradients
 from gradtrace.graphs.graph import Graph
 from gradtrace.ir.program import Program
+from gradtrace.paths.paths import Paths
 from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.session import Session
 from gradtrace.trace import Trace
-from gradtrace.tracing.paths import Paths
 
 
 def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:

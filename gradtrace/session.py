@@ -31,13 +31,13 @@ from gradtrace.ir import interpreter, memory
 from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
 from gradtrace.ir.program import Program
 from gradtrace.kernels import backend_of
+from gradtrace.measures.conflicts import Conflicts, checked_terms, compared
 from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.recording.replay import recorded
 from gradtrace.recording.sharded import recorder_of
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
-from gradtrace.tracing.conflicts import Conflicts, checked_terms, compared
 from gradtrace.types import RULES
 
 T = TypeVar("T")

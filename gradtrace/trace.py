@@ -11,23 +11,23 @@ import torch
 
 from gradtrace import report as reports
 from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError, TooLarge
 from gradtrace.flow import Flow, flow_of
 from gradtrace.ir import interpreter, memory
+from gradtrace.measures.decompose import decomposed
+from gradtrace.measures.decomposition import Decomposition
+from gradtrace.measures.leaf_selection import Leaves, influence_of
+from gradtrace.measures.measures import Measures, positive
+from gradtrace.measures.table_source import TraceSource
+from gradtrace.paths.paths import Builder, Path, Paths, sampled
+from gradtrace.paths.tensor_paths import TensorPaths
 from gradtrace.report import attribution as attributed
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
-from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import chosen_components, component_finder
-from gradtrace.tracing.decompose import decomposed
-from gradtrace.tracing.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.leaf_selection import Leaves, influence_of
-from gradtrace.tracing.measures import Measures, positive
-from gradtrace.tracing.paths import Builder, Path, Paths, sampled
-from gradtrace.tracing.table_source import TraceSource
-from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_program import indices
 
 
@@ -206,7 +206,7 @@ class Trace(Measures):
             components: None (every module, with its submodules), ``"classes"``, ``"operators"``,
                 ``"labels"`` (``gradtrace.label``), ``"arguments"`` (which argument of a sum or a
                 concatenation), ``"heads"``, ``"experts"``, ``"layers"`` or ``"steps"`` (parts of
-                modules; see ``gradtrace.tracing.module_parts``), a list of module names or
+                modules; see ``gradtrace.components.module_parts``), a list of module names or
                 patterns, or ``{group: names}``. A name is a module's, or begins with ``class:``,
                 ``operator:``, ``label:``, ``argument:``, ``head:``, ``expert:``, ``layer:`` or
                 ``step:``.

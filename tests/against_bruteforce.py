@@ -14,8 +14,8 @@ import gradtrace as gt
 from gradtrace import semirings as S
 from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program
+from gradtrace.paths.paths import Path
 from gradtrace.trace import Trace
-from gradtrace.tracing.paths import Path
 
 K = 4
 

@@ -16,8 +16,8 @@ import gradtrace
 from gradtrace.ir import interpreter
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS
+from gradtrace.paths.paths import Paths
 from gradtrace.trace import Trace
-from gradtrace.tracing.paths import Paths
 
 RULES = ("greedy", "edge", "viterbi")
 

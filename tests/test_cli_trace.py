@@ -20,8 +20,8 @@ from gradtrace.cli.influence import KINDS, kinds, parsed
 from gradtrace.cli.measures import MEASURES, Question
 from gradtrace.cli.target import functions
 from gradtrace.cli.trace import element
+from gradtrace.components.components import KINDS as KNOWN
 from gradtrace.errors import GradtraceError
-from gradtrace.tracing.components import KINDS as KNOWN
 
 SCRIPT = """
 import os

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.autodiff.names import enclosing
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, UnknownName, Unsupported
-from gradtrace.tracing.conflicts import ConflictRow, Conflicts
+from gradtrace.measures.conflicts import ConflictRow, Conflicts
 
 
 class TwoTasks(nn.Module):

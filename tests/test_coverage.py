@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.measures.agreement import PATH_RULES, same_paths
+from gradtrace.paths.paths import LazyPaths, Path
 from gradtrace.trace import Trace
-from gradtrace.tracing.agreement import PATH_RULES, same_paths
 from gradtrace.tracing.coverage import Coverage, of_paths, percent
 from gradtrace.tracing.followed import ends_of, follow_sample
-from gradtrace.tracing.paths import LazyPaths, Path
 
 EPS = torch.finfo(torch.float64).eps
 

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.autodiff.labels import labels_of
+from gradtrace.components.components import SUMS, within
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io import schemas
 from gradtrace.io.validation import SchemaMismatch
 from gradtrace.ir.program import Program
+from gradtrace.measures import decompose as measuring
+from gradtrace.measures import leaf_products
+from gradtrace.measures.decomposition import Decomposition
+from gradtrace.measures.through import ThroughSweep
 from gradtrace.trace import Trace
-from gradtrace.tracing import decompose as measuring
-from gradtrace.tracing import leaf_products
-from gradtrace.tracing.components import SUMS, within
-from gradtrace.tracing.decomposition import Decomposition
-from gradtrace.tracing.through import ThroughSweep
 
 # Against all paths -------------------------------------------------------------------------------
 

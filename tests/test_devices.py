@@ -27,11 +27,11 @@ from gradtrace.linops.away import AwayView, Copies, copied_on_read
 from gradtrace.linops.read_through import views_of
 from gradtrace.linops.sharded import gathered_on_read
 from gradtrace.linops.sparse import Around
+from gradtrace.paths.paths import Path
 from gradtrace.pytorch.dtensor import LocalParts
 from gradtrace.recording import devices, record
 from gradtrace.semirings import ENTROPY, MAX, Semiring
 from gradtrace.trace import Trace
-from gradtrace.tracing.paths import Path
 
 CPU = torch.device("cpu")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

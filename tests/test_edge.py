@@ -21,10 +21,10 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.plan import Storage
+from gradtrace.measures.agreement import PATH_RULES
+from gradtrace.paths.paths import path_provenance
 from gradtrace.recording import record
 from gradtrace.trace import Trace
-from gradtrace.tracing.agreement import PATH_RULES
-from gradtrace.tracing.paths import path_provenance
 from gradtrace.tracing.traced_value import materialise
 
 GRAPHS, EACH = few(200, 2000), 50

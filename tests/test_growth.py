@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.autodiff.nodes import Outputs
+from gradtrace.components.components import Routes
 from gradtrace.kernels import Reference, cpu_library
+from gradtrace.paths.path_search import PathFollower
 from gradtrace.tracing import aggregate, provenance
-from gradtrace.tracing.components import Routes
-from gradtrace.tracing.path_search import PathFollower
 
 Loss: TypeAlias = Callable[[], Tensor]
 Made: TypeAlias = tuple[nn.Module, Loss]

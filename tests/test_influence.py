@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.components.components import Component, within
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.trace import Trace
-from gradtrace.tracing.components import Component, within
 from gradtrace.tracing.influence import Influence, Moments, Row
 
 RULES = pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])

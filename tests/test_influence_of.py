@@ -22,16 +22,16 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.select_leaves import select_leaves
 from gradtrace.ir.program import Program
+from gradtrace.measures import table_source
+from gradtrace.measures.agreement import PATH_RULES
+from gradtrace.paths.paths import Path
 from gradtrace.report.encode import contained, read
 from gradtrace.report.model import View, revived
 from gradtrace.report.saving import Saved
 from gradtrace.trace import Trace
-from gradtrace.tracing import table_source
-from gradtrace.tracing.agreement import PATH_RULES
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence, Row
 from gradtrace.tracing.moments import Moments
-from gradtrace.tracing.paths import Path
 
 
 class Branches(nn.Module):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, TooLarge
 from gradtrace.ir import interpreter, memory
+from gradtrace.paths.path_search import PathFollower
 from gradtrace.pytorch import memory_limits
-from gradtrace.tracing.path_search import PathFollower
 
 GIB = 1 << 30
 V2 = "/sys/fs/cgroup"

@@ -18,13 +18,13 @@ from thorough import THOROUGH, few, some
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.components.components import SUMS, ComponentFinder
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program
+from gradtrace.measures.mass import Mass, gradient_size
 from gradtrace.semirings import Abs
 from gradtrace.trace import Trace
-from gradtrace.tracing.components import SUMS, ComponentFinder
-from gradtrace.tracing.mass import Mass, gradient_size
 
 GRAPHS, EACH = few(200, 2000), 40
 POWERS = (1.0, 2.0, 8.0)
@@ -346,14 +346,14 @@ def test_large_models_sum_their_gradients_when_they_are_asked(
     trace = traced("Residual")
     table = trace.mass()
     assert trace.cancellation() == pytest.approx(table.cancellation, rel=1e-12)
-    monkeypatch.setattr("gradtrace.tracing.mass.GRADIENT_MAX_ELEMENTS", 3)
+    monkeypatch.setattr("gradtrace.measures.mass.GRADIENT_MAX_ELEMENTS", 3)
     asked = []
 
     def counted(program: Program) -> float:
         asked.append(program)
         return gradient_size(program)
 
-    monkeypatch.setattr("gradtrace.tracing.mass.gradient_size", counted)
+    monkeypatch.setattr("gradtrace.measures.mass.gradient_size", counted)
     later, printed, unread = trace.mass(), trace.mass(), trace.mass()
     assert not asked and later == table
     assert later.gradient == later.gradient == table.gradient and len(asked) == 1

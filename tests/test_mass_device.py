@@ -22,11 +22,11 @@ from gradtrace.ir import rescaling
 from gradtrace.ir.rescaling import DeferredRescaling, Rescaling, ScaledValue
 from gradtrace.kernels import Reference
 from gradtrace.kernels.operands import LineLayout, LowRankLines, line_operands
+from gradtrace.measures.mass import mass_of
+from gradtrace.measures.spectrum import spectrum_of
 from gradtrace.semirings import ABS, Abs
 from gradtrace.semirings.lifted import LiftedAbs
 from gradtrace.trace import Trace
-from gradtrace.tracing.mass import mass_of
-from gradtrace.tracing.spectrum import spectrum_of
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
+from gradtrace.measures import mass
 from gradtrace.semirings.logarithmic import LogAbs
 from gradtrace.trace import Trace
-from gradtrace.tracing import mass
 
 
 class Rivals(nn.Module):

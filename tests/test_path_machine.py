@@ -15,8 +15,9 @@ from thorough import few
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.components.components import Components
+from gradtrace.paths.path_machine import PathMachine
 from gradtrace.trace import Trace
-from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import chosen_components
 from gradtrace.tracing.followed import (
     FollowedPaths,
@@ -25,7 +26,6 @@ from gradtrace.tracing.followed import (
     follow_elements,
     follow_paths,
 )
-from gradtrace.tracing.path_machine import PathMachine
 
 RULES = ("greedy", "viterbi", "edge")
 

@@ -55,7 +55,9 @@ LAYERS: tuple[set[str], ...] = (
     {"semirings", "profiling"},
     {"linops", "testing"},
     {"ir"},
-    {"recording", "tracing", "flow"},
+    {"recording", "paths", "components", "flow"},
+    {"tracing"},
+    {"measures"},
     {"graphs", "runs"},
     {"report"},
     {"trace"},
@@ -126,7 +128,7 @@ def test_every_public_name_has_a_home() -> None:
     """Names are found when asked for; those that are no modules say where they are made."""
     modules = {name for name in PUBLIC if inspect.ismodule(getattr(gradtrace, name))}
     assert set(gradtrace._HOMES) == PUBLIC - modules
-    importlib.import_module("gradtrace.tracing.conflicts")  # loaded submodules are not listed
+    importlib.import_module("gradtrace.measures.conflicts")  # loaded submodules are not listed
     assert {name for name in dir(gradtrace) if not name.startswith("__")} == PUBLIC
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         gradtrace.nothing  # noqa: B018

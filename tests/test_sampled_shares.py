@@ -19,14 +19,14 @@ import gradtrace as gt
 from gradtrace.benchmarks.cases import gpt2
 from gradtrace.errors import GradtraceError
 from gradtrace.io.schemas import INFLUENCE
+from gradtrace.paths.path_forest import PathProvenance
+from gradtrace.paths.paths import path_provenance, sampled
 from gradtrace.runs import history
 from gradtrace.trace import Trace
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.followed import follow_elements
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.moments import Moments
-from gradtrace.tracing.path_forest import PathProvenance
-from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.sampling import Drawn, drawn_variances, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
 from gradtrace.training import tuning

@@ -16,15 +16,15 @@ from thorough import few
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.components.components import ComponentFinder
 from gradtrace.kernels import Reference, cpu_library
 from gradtrace.kernels.operands import TensorLines
 from gradtrace.linops import Index, Map
 from gradtrace.linops.indexing import located, picked
+from gradtrace.paths import paths as paths_module
+from gradtrace.paths.path_forest import PathForest
+from gradtrace.paths.paths import path_provenance, sampled
 from gradtrace.trace import Trace
-from gradtrace.tracing import paths as paths_module
-from gradtrace.tracing.components import ComponentFinder
-from gradtrace.tracing.path_forest import PathForest
-from gradtrace.tracing.paths import path_provenance, sampled
 from gradtrace.tracing.traced_value import materialise
 
 # Single elements of maps -------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.residuals import residual_branches
-from gradtrace.tracing.spectrum import Spectrum
+from gradtrace.measures.spectrum import Spectrum
 
 GRAPHS, EACH = few(80, 2000), 40
 

@@ -13,8 +13,8 @@ from gradtrace.ir import memory
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import MapTable, Step
 from gradtrace.ir.recompute import RecomputedValues
+from gradtrace.paths.paths import Path
 from gradtrace.trace import Trace
-from gradtrace.tracing.paths import Path
 
 
 class Skips(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.paths.paths import Path as Traced
 from gradtrace.semirings import ABS, MAX, SUM
 from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.paths import Path as Traced
 
 LIGHT = "--ink:#1f2328;--soft:#636c76;--line:#b9c0c8;--accent:#2b59c3;--panel:#f5f6f8"
 DARK = "--ink:#e6e8ea;--soft:#a3acb6;--line:#59636e;--accent:#8fb0ff;--panel:#23282e"

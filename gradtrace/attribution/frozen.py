@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
+from gradtrace.components.module_parts import ProgramPlaces
+from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.ir import interpreter
 from gradtrace.ir.program import Block, Leaf, Program, Step
 from gradtrace.linops import Normaliser, Scale
 from gradtrace.semirings import SUM
-from gradtrace.tracing.module_parts import ProgramPlaces
-from gradtrace.tracing.operator_names import MOVES, spoken
 
 SOFTMAX = ("SoftmaxBackward0", "SafeSoftmaxBackward0")
 DENOMINATORS = ("RsqrtBackward0", "StdBackward0")

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution.graph_sites import Site
+from gradtrace.components.module_parts import ProgramPlaces
 from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program, Step
 from gradtrace.linops import transposed
-from gradtrace.tracing.module_parts import ProgramPlaces
 from gradtrace.types import Shape
 
 OUTPUT = "output"

@@ -23,10 +23,10 @@ from gradtrace.attribution.graph_data import (
 from gradtrace.attribution.graph_edges import OUTPUT, Cells, EdgeFinder, Edges
 from gradtrace.attribution.graph_sites import Site, SiteFinder
 from gradtrace.attribution.token_scores import Recording, TokenScore
+from gradtrace.components.module_parts import ModuleParts
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch.wrapped_modules import named_modules
 from gradtrace.trace import Trace
-from gradtrace.tracing.module_parts import ModuleParts
 from gradtrace.types import Shape
 
 T = TypeVar("T")

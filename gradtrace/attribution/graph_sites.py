@@ -16,12 +16,12 @@ import networkx
 import torch
 from torch import Tensor
 
+from gradtrace.components.components import SUMS
+from gradtrace.components.module_parts import ModuleParts, Slices
+from gradtrace.components.operator_names import MOVES, SCALES, spoken
 from gradtrace.errors import UnknownName, did_you_mean
 from gradtrace.ir.program import Block
 from gradtrace.pytorch.wrapped_modules import user_class
-from gradtrace.tracing.components import SUMS
-from gradtrace.tracing.module_parts import ModuleParts, Slices
-from gradtrace.tracing.operator_names import MOVES, SCALES, spoken
 from gradtrace.types import Shape
 
 LETTERS = "qkv"

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from gradtrace.attribution.frozen import CENTRED, DENOMINATORS, rebuilt, without_denominator
 from gradtrace.autodiff.nodes import Node
+from gradtrace.components.module_parts import ProgramPlaces
 from gradtrace.errors import Unsupported
 from gradtrace.ir.passes.select_leaves import select_leaves
 from gradtrace.ir.program import Block, Program, Step
 from gradtrace.linops import Identity, Map, Scale
-from gradtrace.tracing.module_parts import ProgramPlaces
 
 PRODUCTS = {
     **dict.fromkeys(("MulBackward0", "MmBackward0", "BmmBackward0", "DotBackward0"), (0, 1)),

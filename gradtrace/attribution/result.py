@@ -13,13 +13,13 @@ from gradtrace.attribution.graph_data import Sizes
 from gradtrace.attribution.graph_making import Attributed, attribution_graph
 from gradtrace.attribution.through_values import through_value
 from gradtrace.attribution.token_scores import Recording, TokenScore, token_rows
+from gradtrace.components.components import Components
+from gradtrace.components.module_parts import ProgramPlaces
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.paths.paths import Paths
 from gradtrace.printable import printable
 from gradtrace.trace import Trace
-from gradtrace.tracing.components import Components
-from gradtrace.tracing.module_parts import ProgramPlaces
-from gradtrace.tracing.paths import Paths
 
 MEANINGS = {
     "gradient": "gradient × input",

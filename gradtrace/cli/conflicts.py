@@ -79,6 +79,6 @@ def _whole(terms: Any) -> Tensor:
     """All terms as one tensor, from whose graph calls of modules are counted."""
     import torch
 
-    from gradtrace.tracing.conflicts import checked_terms
+    from gradtrace.measures.conflicts import checked_terms
 
     return torch.stack([term.sum() for term, _ in checked_terms(terms).values()]).sum()

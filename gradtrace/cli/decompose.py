@@ -14,7 +14,7 @@ from gradtrace.cli.printing import Json, write, write_json
 from gradtrace.cli.target import Arguments, Target
 
 if TYPE_CHECKING:
-    from gradtrace.tracing.decomposition import Decomposition
+    from gradtrace.measures.decomposition import Decomposition
 
 
 @app.command(

@@ -22,7 +22,7 @@ from gradtrace.cli.target import Arguments, Target, kind_of, script_function
 from gradtrace.errors import GradtraceError, RankFailed
 
 if TYPE_CHECKING:
-    from gradtrace.tracing import components as component_names
+    from gradtrace.components import components as component_names
     from gradtrace.tracing.influence import Influence
 
 Table = TypeVar("Table")

@@ -13,9 +13,9 @@ from gradtrace.cli.printing import write_table
 from gradtrace.errors import UnknownName, did_you_mean
 
 if TYPE_CHECKING:
+    from gradtrace.components import components as component_names
     from gradtrace.io.table import TextTable
     from gradtrace.trace import Trace
-    from gradtrace.tracing import components as component_names
 
 
 class Question(NamedTuple):

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gradtrace.io.table import TextTable
+    from gradtrace.paths.paths import Path as GradientPath
     from gradtrace.trace import Trace
     from gradtrace.tracing.choices import Choices
     from gradtrace.tracing.influence import Influence
-    from gradtrace.tracing.paths import Path as GradientPath
     from gradtrace.watch import watch
 
 SHOWN_FORKS = 5

@@ -24,7 +24,7 @@ from gradtrace.distributed.batches import START_OVER_HINT, Batch, BatchEntry
 from gradtrace.distributed.identity import RunIdentity
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container, schemas
-from gradtrace.tracing.decomposition import Decomposition
+from gradtrace.measures.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence
 
 Result: TypeAlias = Influence | Decomposition

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradtrace.components.components import Components, spelt
 from gradtrace.distributed.dataset_influence import LossFn, RunOptions, over_batches
-from gradtrace.tracing.components import Components, spelt
-from gradtrace.tracing.decomposition import Decomposition
+from gradtrace.measures.decomposition import Decomposition
 from gradtrace.watch import watch
 
 

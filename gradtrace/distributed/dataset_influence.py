@@ -13,6 +13,7 @@ from zlib import crc32
 from torch import Tensor, nn
 
 from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.components.components import Components, spelt
 from gradtrace.distributed import batches, unwrap
 from gradtrace.distributed.checkpoint import (
     SHARED,
@@ -26,15 +27,14 @@ from gradtrace.distributed.identity import RunIdentity, identity
 from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
+from gradtrace.measures.leaf_selection import Leaves, selected, taking_part
+from gradtrace.measures.measures import positive
 from gradtrace.pytorch.side_effects import restored
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel
 from gradtrace.trace import Trace
-from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.coverage import measured as coverage_of_sample
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.leaf_selection import Leaves, selected, taking_part
-from gradtrace.tracing.measures import positive
 from gradtrace.tracing.sampling import seed_of
 from gradtrace.tracing.traced_program import indices
 from gradtrace.watch import watch

@@ -168,7 +168,7 @@ class Reference:
         return False
 
     def follow_paths(self, table: BoundTable, starts: Tensor, words: int) -> PathEnds:
-        raise NotImplementedError("tracing.path_search has it in plain torch")
+        raise NotImplementedError("paths.path_search has it in plain torch")
 
     def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         by_shape: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}

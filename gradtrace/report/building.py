@@ -12,6 +12,7 @@ import torch
 from gradtrace import flow
 from gradtrace.flow import sizing
 from gradtrace.ir.program import Leaf
+from gradtrace.paths.paths import sampled
 from gradtrace.report import forest, model
 from gradtrace.report.cells import MAX_NUMBERED_ELEMENTS, Cells, cells, grids
 from gradtrace.report.forest import PathPoints, Places
@@ -31,7 +32,6 @@ from gradtrace.report.routes import routes
 from gradtrace.report.source import Source
 from gradtrace.report.tuning import Limits
 from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.paths import sampled
 
 
 def view(source: Source, sample: int, seed: int, limits: Limits) -> View:

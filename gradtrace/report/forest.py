@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradtrace.paths.tensor_paths import TensorPaths
 from gradtrace.report.cells import MAX_NUMBERED_ELEMENTS
 from gradtrace.report.model import NONE, UNFOLLOWED, Floats, Forest
 from gradtrace.report.program_rows import ProgramRows, columns
 from gradtrace.report.source import Source
-from gradtrace.tracing.tensor_paths import TensorPaths
 
 Places = npt.NDArray[np.int64]
 

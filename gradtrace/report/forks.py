@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from math import nan
 
 from gradtrace.errors import TooLarge
+from gradtrace.measures.choosing import choices
 from gradtrace.report.model import Branch, Fork, Module
 from gradtrace.report.tuning import FORK_MAX_BRANCHES, MAX_FORKS, SAMPLED_ELEMENTS
 from gradtrace.tracing.choices import Choice, Choices
-from gradtrace.tracing.choosing import choices
 from gradtrace.tracing.traced_program import TracedProgram
 
 

@@ -17,15 +17,15 @@ from gradtrace.autodiff.names import Gradients, unknown
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
+from gradtrace.measures.choosing import choices
+from gradtrace.paths.paths import Path, Paths, PathStep, ravel, unravel
 from gradtrace.report.attribution import Graph
 from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
 from gradtrace.runs import history
 from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.choosing import choices
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.paths import Path, Paths, PathStep, ravel, unravel
 from gradtrace.tracing.traced_program import TracedProgram
 
 KIND = "trace"

@@ -8,8 +8,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from gradtrace.components.components import Component, ComponentSelection
 from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.ir.program import Program
+from gradtrace.measures.agreement import warning_of
+from gradtrace.measures.table_source import by_other_rules
 from gradtrace.report import model
 from gradtrace.report.building import view
 from gradtrace.report.findings import diagnosis
@@ -25,12 +28,9 @@ from gradtrace.report.tuning import (
     SAMPLED_ELEMENTS,
     SMALL,
 )
-from gradtrace.tracing.agreement import warning_of
-from gradtrace.tracing.components import Component, ComponentSelection
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
 from gradtrace.tracing.coverage import Coverage, measured
 from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.table_source import by_other_rules
 from gradtrace.tracing.traced_program import TracedProgram
 
 SMALL_VIEW_NOTE = (

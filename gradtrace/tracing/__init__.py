@@ -1,1 +1,1 @@
-"""Gradient tracing: provenance of every element, influence tables, and single paths."""
+"""Gradient tracing: a plan is executed with provenance of every element, and leaves are counted."""

@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gradtrace.components.components import ComponentFinder, Components, ComponentSelection
 from gradtrace.errors import GradtraceError
 from gradtrace.ir import memory
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Storage
 from gradtrace.kernels import backend_of
-from gradtrace.tracing.components import ComponentFinder, Components, ComponentSelection
+from gradtrace.paths.paths import sampled
+from gradtrace.paths.tensor_paths import TensorPaths
 from gradtrace.tracing.coverage import Coverage, of_paths
 from gradtrace.tracing.executor import TracedLeaf, execute
 from gradtrace.tracing.followed import FollowedPaths, follow_paths
@@ -22,12 +24,10 @@ from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.leaf_rows import checked_rows, estimated, rows_kept
 from gradtrace.tracing.pair_executor import execute_pairs
-from gradtrace.tracing.paths import sampled
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.sampling import Drawn, seed_of, unit_of
 from gradtrace.tracing.tally import Tally, table_of
-from gradtrace.tracing.tensor_paths import TensorPaths
 from gradtrace.tracing.traced_program import TracedProgram
 from gradtrace.tracing.traced_value import TracedValue
 from gradtrace.tracing.uniform_tally import UniformTally

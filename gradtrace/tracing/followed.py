@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gradtrace.components.components import ComponentSelection
 from gradtrace.errors import GradtraceError
 from gradtrace.ir.passes.provenance import NO_COMPONENTS, ComponentBits
 from gradtrace.kernels.operands import Floats, Whole
 from gradtrace.kernels.path_table import NOT_WHOLE
-from gradtrace.tracing.components import ComponentSelection
-from gradtrace.tracing.path_forest import PathForest, PathProvenance, different_sets
-from gradtrace.tracing.path_machine import follow
-from gradtrace.tracing.paths import path_bits, path_provenance, sampled
+from gradtrace.paths.path_forest import PathForest, PathProvenance, different_sets
+from gradtrace.paths.path_machine import follow
+from gradtrace.paths.paths import path_bits, path_provenance, sampled
 from gradtrace.tracing.traced_program import TracedProgram
 
 MAX_LOSSES = 8

@@ -19,6 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradtrace.components.components import (
+    Component,
+    ComponentFinder,
+    Components,
+    ComponentSelection,
+)
+from gradtrace.components.series import alternatives
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir.kept_recordings import RECORDINGS, KeptRecording
 from gradtrace.ir.optimise import optimise
@@ -31,11 +38,9 @@ from gradtrace.ir.program import Block, Program, ProgramFacts
 from gradtrace.ir.structure import Structure, difference, structure_of
 from gradtrace.kernels import tuning
 from gradtrace.kernels.path_table import PathTable
+from gradtrace.paths.path_mass import MassPlan, plan_mass
 from gradtrace.tracing.aggregate import Reach
-from gradtrace.tracing.components import Component, ComponentFinder, Components, ComponentSelection
-from gradtrace.tracing.path_mass import MassPlan, plan_mass
 from gradtrace.tracing.provenance import words_of
-from gradtrace.tracing.series import alternatives
 from gradtrace.tracing.uniform_tally import UniformTally
 
 MAX_STRUCTURES = 64

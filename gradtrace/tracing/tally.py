@@ -18,12 +18,12 @@ from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid
+from gradtrace.paths.path_forest import PathProvenance
 from gradtrace.tracing.aggregate import Counts, grouped, own_elements
 from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Moments, Row, Weight
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.moments import KnownVariance
-from gradtrace.tracing.path_forest import PathProvenance
 from gradtrace.tracing.sampling import NOTHING_DRAWN, Drawn, drawn_variances
 from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
 

@@ -20,9 +20,9 @@ from gradtrace.linops import Cut, Identity, Index, Reduce, Slot
 from gradtrace.linops.away import AwayView
 from gradtrace.linops.read_through import views_of
 from gradtrace.linops.sharded import sharded_model
+from gradtrace.paths.path_search import PathFollower
+from gradtrace.paths.paths import Builder, ravel
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
-from gradtrace.tracing.path_search import PathFollower
-from gradtrace.tracing.paths import Builder, ravel
 
 
 class TensorStates:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
+from gradtrace.components.components import Components, spelt
 from gradtrace.distributed import process_group
 from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.errors import GradtraceError, caution, not_one_of
@@ -29,7 +30,6 @@ from gradtrace.runs.history import History, StepIncident, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
 from gradtrace.trace import Trace
-from gradtrace.tracing.components import Components, spelt
 from gradtrace.tracing.sampling import seed_of
 from gradtrace.training import gathering, run_report, tuning
 from gradtrace.training.gathering import Gathering

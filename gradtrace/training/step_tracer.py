@@ -13,15 +13,15 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
+from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError, NonFinite, caution
+from gradtrace.measures.conflicts import MOST_COLUMNS
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
 from gradtrace.runs.step_results import StepResult, unscaled
 from gradtrace.trace import Trace
 from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.components import Components
-from gradtrace.tracing.conflicts import MOST_COLUMNS
 from gradtrace.training import tuning
 from gradtrace.training.overhead_budget import Budget
 from gradtrace.watch import watch

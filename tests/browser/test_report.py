@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradtrace as gt
-from gradtrace.tracing.paths import Path as Found
+from gradtrace.paths.paths import Path as Found
 
 from . import pages
 from .conftest import DESK, PHONE, Opener, Visit, chromium

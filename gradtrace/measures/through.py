@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.components.components import Component
 from gradtrace.ir import memory
 from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
 from gradtrace.ir.passes.tails import find_tails
@@ -32,9 +33,8 @@ from gradtrace.linops import (
     tiled,
     tiling,
 )
-from gradtrace.tracing.components import Component
+from gradtrace.measures.leaf_products import WHOLE, TailPart, dense
 from gradtrace.tracing.executor import known_gradients
-from gradtrace.tracing.leaf_products import WHOLE, TailPart, dense
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT = "decomposing the gradient"

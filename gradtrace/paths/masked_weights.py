@@ -17,8 +17,8 @@ from gradtrace.errors import NonFinite
 from gradtrace.ir.program import MapTable, Program
 from gradtrace.ir.rescaling import Rescaling
 from gradtrace.linops import Scale
+from gradtrace.paths.path_mass import run_ahead, values_below
 from gradtrace.semirings import BOOL
-from gradtrace.tracing.path_mass import run_ahead, values_below
 
 Result = TypeVar("Result")
 

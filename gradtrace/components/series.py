@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 
+from gradtrace.components.components import Component
 from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, analyse_provenance
 from gradtrace.ir.program import Program
-from gradtrace.tracing.components import Component
 
 
 def alternatives(

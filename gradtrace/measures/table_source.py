@@ -9,15 +9,15 @@ from math import prod
 from weakref import ref
 
 from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
-from gradtrace.tracing.agreement import PATH_RULES, warning_of
+from gradtrace.measures.agreement import PATH_RULES, warning_of
+from gradtrace.measures.leaf_selection import Leaves, selected
+from gradtrace.measures.measures import Measures
 from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import chosen_components, counted
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence, Weight
-from gradtrace.tracing.leaf_selection import Leaves, selected
-from gradtrace.tracing.measures import Measures
 from gradtrace.tracing.traced_program import TracedProgram
 
 KEPT_MAX_BYTES = 1 << 24

@@ -51,10 +51,10 @@ from gradtrace.linops import (
     Slot,
 )
 from gradtrace.linops.indexing import merged_dims, strides_of
+from gradtrace.paths.path_forest import SliceBits, split_words, words_of
+from gradtrace.paths.path_search import PathFollower
 from gradtrace.semirings.base import wide
 from gradtrace.semirings.einsum_plan import plan
-from gradtrace.tracing.path_forest import SliceBits, split_words, words_of
-from gradtrace.tracing.path_search import PathFollower
 from gradtrace.types import Shape
 
 PathBits = tuple[Mapping[int, int], Mapping[int, SliceBits]]

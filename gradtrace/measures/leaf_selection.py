@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 import torch
 
 from gradtrace.autodiff.names import unknown
+from gradtrace.components.components import ComponentSelection, within
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.select_leaves import select_leaves
-from gradtrace.tracing.components import ComponentSelection, within
 from gradtrace.tracing.counting import count_followed, counted, counted_rows, counted_sample
 from gradtrace.tracing.coverage import Coverage, measured
 from gradtrace.tracing.followed import follow_paths

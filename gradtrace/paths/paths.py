@@ -16,10 +16,10 @@ from torch import Tensor
 from gradtrace.io.table import Summarised, Tabular, TextColumn, TextTable
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program
+from gradtrace.paths.path_forest import PathForest, PathProvenance, SliceBits
+from gradtrace.paths.path_search import PathEdge, PathFollower
+from gradtrace.paths.tensor_paths import TensorEdge
 from gradtrace.printable import printable
-from gradtrace.tracing.path_forest import PathForest, PathProvenance, SliceBits
-from gradtrace.tracing.path_search import PathEdge, PathFollower
-from gradtrace.tracing.tensor_paths import TensorEdge
 from gradtrace.types import Shape
 
 K = TypeVar("K")

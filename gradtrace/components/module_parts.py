@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.errors import UnknownName
 from gradtrace.ir.program import HOOKS, Block, Program
 from gradtrace.linops.gather import Index, Slot
 from gradtrace.pytorch.wrapped_modules import user_class
-from gradtrace.tracing.operator_names import MOVES, spoken
 from gradtrace.types import Shape
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.measures.through import ThroughSource
 from gradtrace.printable import printable
 from gradtrace.tracing.moments import NOTHING, Moments
-from gradtrace.tracing.through import ThroughSource
 
 AGAINST = -0.2
 """Two components pull against each other if their cosine is below this."""

@@ -17,16 +17,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gradtrace.components.components import ComponentSelection
 from gradtrace.errors import GradtraceError
 from gradtrace.ir import memory
-from gradtrace.tracing.components import ComponentSelection
-from gradtrace.tracing.decomposition import ComponentPart, Decomposition, LeafPart, Products
-from gradtrace.tracing.executor import known_gradients
-from gradtrace.tracing.leaf_products import gram, gram_by_pair, leaf_gram
-from gradtrace.tracing.moments import Moments
-from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
-from gradtrace.tracing.per_sample import Pairs, places
-from gradtrace.tracing.through import (
+from gradtrace.measures.decomposition import ComponentPart, Decomposition, LeafPart, Products
+from gradtrace.measures.leaf_products import gram, gram_by_pair, leaf_gram
+from gradtrace.measures.through import (
     REMEDY,
     WHAT,
     ComponentRoutes,
@@ -35,6 +31,10 @@ from gradtrace.tracing.through import (
     components_in,
     held_bytes,
 )
+from gradtrace.tracing.executor import known_gradients
+from gradtrace.tracing.moments import Moments
+from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
+from gradtrace.tracing.per_sample import Pairs, places
 from gradtrace.tracing.traced_program import TracedProgram
 
 Floats = npt.NDArray[np.float64]

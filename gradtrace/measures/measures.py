@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
-from gradtrace.tracing.agreement import Agreement, agreement
+from gradtrace.measures.agreement import Agreement, agreement
+from gradtrace.measures.choosing import choices
+from gradtrace.measures.leaf_selection import Leaves, coverage_of
+from gradtrace.measures.path_sums import PathSums
 from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.choosing import choices
-from gradtrace.tracing.components import Components
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.coverage import Coverage
-from gradtrace.tracing.leaf_selection import Leaves, coverage_of
-from gradtrace.tracing.path_sums import PathSums
 
 
 @dataclass

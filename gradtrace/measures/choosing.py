@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
+from gradtrace.components.components import Component, ComponentSelection
+from gradtrace.components.forks import Fork, find_forks, fork_bits
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
+from gradtrace.measures.decompose import decomposed
+from gradtrace.measures.leaf_selection import Leaves, selected
+from gradtrace.measures.mass import mass_through
 from gradtrace.tracing.choices import MEASURES, Choice, Choices
-from gradtrace.tracing.components import Component, ComponentSelection
 from gradtrace.tracing.counting import counted, counted_sample
-from gradtrace.tracing.decompose import decomposed
-from gradtrace.tracing.forks import Fork, find_forks, fork_bits
 from gradtrace.tracing.influence import Row
-from gradtrace.tracing.leaf_selection import Leaves, selected
-from gradtrace.tracing.mass import mass_through
 from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.traced_program import TracedProgram
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gradtrace.components.components import ComponentSelection
 from gradtrace.errors import UnknownName, did_you_mean
 from gradtrace.io.table import Tabular, TextColumn, TextTable
-from gradtrace.tracing.components import ComponentSelection
+from gradtrace.paths.path_forest import PathForest
+from gradtrace.paths.paths import path_provenance
 from gradtrace.tracing.counting import count_followed
 from gradtrace.tracing.coverage import Coverage, percent
 from gradtrace.tracing.followed import FollowedElements, ends_of, follow_sample
-from gradtrace.tracing.path_forest import PathForest
-from gradtrace.tracing.paths import path_provenance
 from gradtrace.tracing.rules import RULES
 from gradtrace.tracing.traced_program import TracedProgram
 

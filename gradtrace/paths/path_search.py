@@ -30,10 +30,10 @@ from gradtrace.linops import Contract, Identity, Index, Map, Normaliser, Reduce,
 from gradtrace.linops.base import Best
 from gradtrace.linops.gather import Gather
 from gradtrace.linops.indexing import nearby, picked
+from gradtrace.paths.edge_sizes import EdgeSizes
+from gradtrace.paths.path_forest import ElementEdges, ForestBuilder, PathForest
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted, wide
-from gradtrace.tracing.edge_sizes import EdgeSizes
-from gradtrace.tracing.path_forest import ElementEdges, ForestBuilder, PathForest
 from gradtrace.types import Shape
 
 _RESCALING = Rescaling(MAX)

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from torch import nn
 
 from gradtrace.autodiff.names import unknown
+from gradtrace.components.module_parts import ModuleParts
+from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS, Block, Program
 from gradtrace.pytorch.wrapped_modules import named_modules
-from gradtrace.tracing.module_parts import ModuleParts
-from gradtrace.tracing.operator_names import MOVES, spoken
 
 Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """How a caller names components; see ``ComponentFinder.choose``."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradtrace.autodiff.loss_checks import isolated
-from gradtrace.tracing.components import Components
-from gradtrace.tracing.mass import Mass, cancellation_of, mass_of
-from gradtrace.tracing.spectrum import Spectrum, spectrum_of
+from gradtrace.components.components import Components
+from gradtrace.measures.mass import Mass, cancellation_of, mass_of
+from gradtrace.measures.spectrum import Spectrum, spectrum_of
 from gradtrace.tracing.traced_program import TracedProgram
 
 

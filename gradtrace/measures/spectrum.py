@@ -24,12 +24,12 @@ from gradtrace.ir.program import HOOKS, Leaf, Program, Step
 from gradtrace.ir.rescaling import Rescaling, Scalar, ScaledValue, rescaled
 from gradtrace.kernels import fetch_scalars
 from gradtrace.linops import column_sums, transposed
+from gradtrace.measures.mass import LOGARITHMS_FROM, checked_power
+from gradtrace.paths.masked_weights import finitely
+from gradtrace.paths.path_mass import as_float, exact_sums, leaf_tails
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
-from gradtrace.tracing.masked_weights import finitely
-from gradtrace.tracing.mass import LOGARITHMS_FROM, checked_power
 from gradtrace.tracing.moments import in_units
-from gradtrace.tracing.path_mass import as_float, exact_sums, leaf_tails
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT, REMEDY = "measuring a spectrum", "take the spectrum of one leaf: spectrum(of=name)"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.components.components import Components, ComponentSelection
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
@@ -24,15 +25,8 @@ from gradtrace.ir.rescaling import Rescaling, rescaled
 from gradtrace.kernels import backend_of, fetch_scalars
 from gradtrace.kernels.precision import exact
 from gradtrace.linops import Contract, Scale
-from gradtrace.printable import printable
-from gradtrace.semirings import Abs, Semiring
-from gradtrace.semirings.lifted import LiftedAbs
-from gradtrace.semirings.logarithmic import LogAbs
-from gradtrace.tracing.components import Components, ComponentSelection
-from gradtrace.tracing.counting import chosen_components
-from gradtrace.tracing.masked_weights import finitely
-from gradtrace.tracing.moments import NOTHING, Moments, in_units
-from gradtrace.tracing.path_mass import (
+from gradtrace.paths.masked_weights import finitely
+from gradtrace.paths.path_mass import (
     Ahead,
     BackwardMass,
     PathMass,
@@ -42,6 +36,12 @@ from gradtrace.tracing.path_mass import (
     path_masses,
     run_ahead,
 )
+from gradtrace.printable import printable
+from gradtrace.semirings import Abs, Semiring
+from gradtrace.semirings.lifted import LiftedAbs
+from gradtrace.semirings.logarithmic import LogAbs
+from gradtrace.tracing.counting import chosen_components
+from gradtrace.tracing.moments import NOTHING, Moments, in_units
 from gradtrace.tracing.traced_program import TracedProgram
 
 NO_REST = "as much as the gradient: nothing cancels"

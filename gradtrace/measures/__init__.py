@@ -1,0 +1,1 @@
+"""Measures of components beside influence: through, mass, agreement, conflicts, choices."""
