@@ -133,6 +133,8 @@ class ForwardRecord:
     tensors: dict[int, tuple[weakref.ref[Tensor], list[int]]] = field(default_factory=dict)
     # by id: all values that a tensor has had
     storages: dict[tuple[int, int], tuple[StorageWeakRef, int]] = field(default_factory=dict)
+    memories: dict[int, StorageWeakRef] = field(default_factory=dict)
+    # by address, which is no other storage's while the reference is held
     writes: dict[int, int] = field(default_factory=dict)  # by storage: the last value written
     count: int = 0
     room: float = inf  # the number of operations after which nothing more is recorded
@@ -150,6 +152,20 @@ class ForwardRecord:
             self.unmeasured |= tensor.is_floating_point()
         elif extent := extent_of(tensor):
             self.extents[value] = extent
+
+    def carry(self, inputs: tuple[int, ...], value: int, tensor: Tensor) -> bool:
+        """Note the range of a value that is its only input moved, without looking at it. False if
+        that is not known: if it is of another dtype, or if the input was made of nothing
+        (``torch.empty``), so that code which PyTorch does not see may have filled it since.
+        """
+        maker = self.makers.get(inputs[0]) if len(inputs) == 1 else None
+        if maker is None or not self.operations[maker].inputs or not _has_memory(tensor):
+            return False
+        extent = self.extents.get(inputs[0])
+        if extent is None or tensor.dtype is not extent.dtype:
+            return False
+        self.extents[value] = Extent(*extent[:3], tuple(tensor.shape))
+        return True
 
     def extent(self, value: int) -> Extent | None:
         """The range of a value. Those that operations made were measured at once; parameters and
@@ -188,8 +204,11 @@ class ForwardRecord:
             self.tensors[id(tensor)] = weakref.ref(tensor), [self.count]
         if _has_memory(tensor):
             storage = tensor.untyped_storage()
-            key = storage._cdata, int(tensor.storage_offset())
-            self.storages[key] = StorageWeakRef(storage), self.count  # type: ignore[no-untyped-call]
+            at = storage._cdata
+            held = self.memories.get(at)
+            if held is None:
+                held = self.memories[at] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self.storages[at, int(tensor.storage_offset())] = held, self.count
         return self.count
 
     def read(self, tensor: Tensor) -> set[int]:
@@ -348,7 +367,8 @@ class ForwardRecorder(TorchFunctionMode):
             same = {id(t) for t in made if id(t) not in new}
             needs = any(id(t) not in same for t in needing)
             written = not _in_flight(func, out)
-            self._write(name, numbers, given, needs, fresh, changed, start, written)
+            moves = name in _MOVES and type(func) is MethodDescriptorType
+            self._write(name, numbers, given, needs, fresh, changed, start, written, moves)
             if isinstance(out, float) and out not in _COMMON:
                 self._read[out] = self.record.count
         return out
@@ -363,6 +383,7 @@ class ForwardRecorder(TorchFunctionMode):
         changed: list[Tensor],
         start: int,
         written: bool,
+        moves: bool,
     ) -> None:
         record = self.record
         where = place(sys._getframe(2), functions=not torch.is_grad_enabled())
@@ -371,7 +392,7 @@ class ForwardRecorder(TorchFunctionMode):
         made = (*fresh, *changed)
         gives = []
         for value, tensor in zip(outputs, made):
-            if written:
+            if written and not (moves and record.carry(inputs, value, tensor)):
                 record.measure(value, tensor)
             if tensor.requires_grad:
                 gives.append(value)
@@ -506,6 +527,12 @@ _NAMED = (BuiltinFunctionType, FunctionType, MethodDescriptorType)
 
 _AT_ONCE = (BuiltinFunctionType, MethodDescriptorType)
 _COLLECTIVES = ("torch._ops._c10d_functional", "torch._ops.c10d", "torch.distributed.")
+
+_MOVES = frozenset(
+    ("view", "reshape", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "flatten")
+    + ("unflatten", "movedim", "swapaxes", "t", "clone")
+)
+"""Methods whose result has the elements of the tensor, if it is of its dtype."""
 
 _COMMON = frozenset((0.0, 1.0, -1.0, 0.5, 2.0))
 """Numbers that are equal to one that was read by chance."""

@@ -32,7 +32,10 @@ others of PyTorch or gradtrace.
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parents[1])
 _LIBRARIES = (_TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
-_KINDS: dict[CodeType, int] = {}
+_KINDS: dict[int, tuple[int, CodeType]] = {}
+"""By id of the code, which is kept, so that no other has its id: its hash is that of all its names
+and constants, and some 50 frames are looked at in each operation.
+"""
 
 
 def _kind(code: CodeType) -> int:
@@ -68,11 +71,13 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
     other: SourceLine | None = None
     inside = ""
     step: FrameType | None = at
+    kinds = _KINDS
     while step is not None:
         code = step.f_code
-        kind = _KINDS.get(code)
-        if kind is None:
-            kind = _KINDS[code] = _kind(code)
+        known = kinds.get(id(code))
+        if known is None:
+            known = kinds[id(code)] = _kind(code), code
+        kind = known[0]
         if kind == TORCH:
             pass
         elif kind == USER:

@@ -121,3 +121,26 @@ def test_memory_that_is_still_written_is_not_read(name: str) -> None:
 
 def test_numbers_that_changed_meanwhile_are_no_finding() -> None:
     assert first_bad(torch.ones(3), []) is None
+
+
+def test_the_range_of_a_moved_value_is_carried_or_measured() -> None:
+    def extent(x: torch.Tensor) -> tuple[float, float, tuple[int, ...]]:
+        low, high = x.detach().aminmax()
+        return low.item(), high.item(), tuple(x.shape)
+
+    model = torch.nn.Linear(4, 6)
+    with gt.watch(model, diagnose=True) as watch:
+        y = model(torch.randn(2, 4))
+        turned = y.transpose(0, 1)
+        y.detach().mul_(3)
+        after = turned.reshape(12)
+        y = y + 1
+        found = [y.view(3, 4), y.transpose(0, 1), y.reshape(-1).unsqueeze(0), y.clone()]
+        found.append(y.detach().view(torch.int32).view(torch.float32))
+        empty = torch.empty(2, 3)
+        empty.numpy()[:] = 5.0  # by code that PyTorch does not see
+        found += [after, empty.view(6)]
+    record = watch._record
+    assert record is not None
+    extents = [record.extents[record.values(x)[-1]] for x in found]
+    assert [(e.low, e.high, e.shape) for e in extents] == [extent(x) for x in found]
