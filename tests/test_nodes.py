@@ -274,9 +274,13 @@ CASES: dict[str, list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]]] = {
     "UpsampleBilinear2D": [
         (lambda x: F.interpolate(x, (7, 6), mode="bilinear", align_corners=True), (image,)),
     ],
-    "LeakyRelu": [(lambda x: F.leaky_relu(x, 0.3), (scores,))],
+    "LeakyRelu": [(lambda x, s=s: F.leaky_relu(x, s), (scores,)) for s in (0.3, -1)],
     "Elu": [(F.elu, (scores,)), (F.selu, (scores,))],
-    "Hardtanh": [(F.hardtanh, (a,)), (lambda x: F.relu6(x * 4, inplace=True), (a,))],
+    "Hardtanh": [
+        (F.hardtanh, (a,)),
+        (lambda x: F.hardtanh(x, -1, 1), (a,)),
+        (lambda x: F.relu6(x * 4, inplace=True), (a,)),
+    ],
     "Hardswish": [(F.hardswish, (4 * scores,))],
     "Hardsigmoid": [(F.hardsigmoid, (4 * scores,))],
     "Softplus": [(F.softplus, (scores,))],

@@ -235,7 +235,7 @@ def _as_tuple(outs: Any) -> Iterable[Tensor]:
 
 def _signed(value: Any) -> Any:
     """A saved integer; PyTorch returns negative ones as unsigned 64-bit numbers."""
-    return value - (1 << 64) if type(value) is int and value >> 63 else value
+    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
 
 
 # Sums --------------------------------------------------------------------------------------------
