@@ -625,7 +625,13 @@ def test_tables() -> None:
     assert "<table" in found._repr_html_()
     assert repr(found) == "Decomposition(4 components, 4 pairs)"
     assert len(found) == 4
-    assert "operators of two components lie behind one another (" in str(found)
+    total = sum(found.shares.values())
+    said = (
+        f"shares add up to {total:.1%}, and need not make 100%: each is of the gradient of its own"
+    )
+    assert total > 1 and said in str(found)
+    assert "a path that passes two of these (rnn and out and 2 more) counts in both" in str(found)
+    assert "add up" not in str(trace.decompose(["rnn", "lstm"]))  # no path passes both
     assert "no path has another way than through out" in str(found)
 
 

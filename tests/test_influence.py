@@ -397,3 +397,18 @@ def test_every_leaf_of_a_recurrent_layer_is_counted(kind: type[nn.RNNBase], rule
     table = gt.trace(layer(x)[0].square().sum(), rule=rule, names=names).influence("operators")
     row = table["SumBackward0"]
     assert row.count.e + row.unreached == sum(leaf.numel() for leaf in names.values())
+
+
+def test_a_module_with_a_larger_share_than_the_one_it_is_in_is_explained() -> None:
+    """What is inside the outer one and outside the inner one counts for the inner one alone."""
+    torch.manual_seed(0)
+    branch = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.ModuleDict({"first": nn.Linear(3, 4), "branch": branch, "last": nn.Linear(4, 1)})
+    with gt.watch(model) as watch:
+        h = model["first"](torch.randn(8, 3))
+        loss = model["last"](h + model["branch"](h)).square().mean()
+    table = watch.trace(loss).influence()
+    assert table["branch.1"].share > table["branch"].share
+    said = "branch.1 has a larger share than branch, which it is in: parameters of branch that are"
+    assert f"{said} outside branch.1 are eligible for branch.1 alone" in str(table)
+    assert "which it is in" not in str(watch.trace(loss).influence(["first", "branch"]))

@@ -619,3 +619,17 @@ def test_it_prints() -> None:
     assert len(table) == 4 and table["one"].share == table.shares["one"]
     with pytest.raises(UnknownName, match="no component 'three'"):
         table["three"]
+
+
+def test_shares_over_100_percent_are_explained() -> None:
+    """Of parts behind one another; branches of one sum add up to 100%."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("first", "left", "right", "last")})
+    with gt.watch(model) as watch:
+        h = model["first"](torch.randn(3, 4))
+        loss = model["last"](model["left"](h) + model["right"](h)).square().mean()
+    trace = watch.trace(loss)
+    table = trace.mass(["left", "last"])
+    total = sum(row.share for row in table.rows)
+    assert total > 1 and f"shares add up to {total:.0%}: each is of the paths" in str(table)
+    assert "add up" not in str(trace.mass(["left", "right"]))

@@ -311,7 +311,7 @@ class Diagnoser:
                 used, padding = self._used_rows(reached[0], len(parameter))
                 rows = int((empty & ~used.to(empty.device)).sum())
                 without = int((empty & used.to(empty.device)).sum()) - padding
-                if without > 0:
+                if 2 * without > int(used.sum()):
                     self.remarks.append(
                         f"Rows that occur in this batch and get no gradient: {name} {without:,} of "
                         f"{int(used.sum()):,} (masked, or not used further?)."

@@ -18,6 +18,9 @@ from gradtrace.flow.tuning import MEDIAN_DEPTHS, SEQUENCE_MIN_DEPTHS, UNDERFLOW_
 from gradtrace.ir.program import HOOKS, Program
 from gradtrace.linops import Map
 
+LOSSES = ("LogSoftmax", "NllLoss", "BinaryCrossEntropy", "LogSigmoid", "MseLoss", "KlDiv")
+"""How operators begin that are a loss function's, wherever they lie before the first module."""
+
 
 class PassedGradient(NamedTuple):
     """An edge: a cotangent that an operator passes to one of the activation side, or to a leaf."""
@@ -179,12 +182,15 @@ class OperatorGraph:
 
         The loss function is the leading levels outside any module; if these are more than half of
         the profile, the leading levels with one entry. It is left out because its mean over a batch
-        would look like a fall of the gradient.
+        would look like a fall of the gradient; and what a loss of probabilities hands to its scores
+        is small where the model is right.
         """
         deep = len(self.profile)
         outside = next((n for n, level in enumerate(self.profile) if level.module), deep)
         single = next((n for n, level in enumerate(self.profile) if level.entries != 1), deep)
+        ends = [n for n in range(outside) if self.profile[n].operator.startswith(LOSSES)]
         head = next((n for n in (outside, single) if 2 * n <= deep), 0)
+        head = max([head, *(n + 1 for n in ends if n + 1 < deep)])
         return tuple(self.levels[number] for number in self._peaks[head:] if number in self.alive)
 
     @cached_property

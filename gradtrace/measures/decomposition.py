@@ -19,6 +19,9 @@ from gradtrace.tracing.moments import NOTHING, Moments
 AGAINST = -0.2
 """Two components pull against each other if their cosine is below this."""
 
+WHOLE_SHARE = 5e-4
+"""Shares that add up to 100% up to this are parts of a whole."""
+
 MOST_WORDS = 3
 """The most components, or pairs of them, that a remark names."""
 
@@ -365,11 +368,13 @@ class Decomposition(Tabular):
         if none:
             found.append(f"no path from a leaf outside can pass {_listed(none)}")
         overlap = [f"{a} and {b}" for (a, b), p in pairs.items() if p.overlap]
-        if overlap:
+        total = sum(each.whole.share for each in self.rows if each.leaves)
+        if overlap and not abs(total - 1) < WHOLE_SHARE:  # experts of a grouped product make 100%
+            differ = len({each.leaves for each in self.rows if each.leaves}) > 1
+            own = "each is of the gradient of its own leaves, and " if differ else ""
             found.append(
-                f"operators of two components lie behind one another ({_listed(overlap, 1)}), so a "
-                "path may pass both and shares need not add up to 100%, unless elements keep them "
-                "apart, as experts in one grouped product are"
+                f"shares add up to {total:.1%}, and need not make 100%: {own}a path that passes "
+                f"two of these ({_listed(overlap, 1)}) counts in both, one that passes none in none"
             )
         always = [e.name for e in self.rows if e.whole.share == 1 and isnan(e.contested.share)]
         if always:

@@ -217,6 +217,12 @@ class Mass(Tabular):
                 "how many times the gradient all paths carry is not known, as the trace is gone or "
                 "was changed: print the table before, or keep trace.cancellation()"
             )
+        total = sum(row.share for row in self.rows if row.moments.e)
+        if total > 1.0005:
+            words.append(
+                f"shares add up to {total:.0%}: each is of the paths that could pass the component "
+                "(eligible), and a path counts in every component that it passes"
+            )
         apart = [row.name for row in self.rows if not row.moments.e]
         if apart:
             shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if apart[3:] else "")

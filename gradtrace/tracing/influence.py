@@ -10,6 +10,7 @@ from itertools import count
 from math import log2
 from typing import Any, Literal, Protocol
 
+from gradtrace.autodiff.names import enclosing
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
@@ -298,8 +299,25 @@ class Influence(Tabular):
             for row in self.rows
         )
         pairs = f", {self.pairs:,} pairs" if self.pairs > 1 else ""
-        notes = (*([SERIES_NOTE] if series else []), *self.notes)
+        notes = (*([SERIES_NOTE] if series else []), *self._inside(), *self.notes)
         return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, notes)
+
+    def _inside(self) -> list[str]:
+        """Why a module may have a larger share than the one that it is in, if one has."""
+        shares = {row.name: row.count.share for row in self.rows if row.count.e}
+        pairs = [
+            (inner, outer)
+            for inner, share in shares.items()
+            for outer in enclosing(inner)
+            if outer and outer != inner and shares.get(outer, share) < share
+        ]
+        if not pairs:
+            return []
+        inner, outer = pairs[0]
+        return [
+            f"{inner} has a larger share than {outer}, which it is in: parameters of {outer} that "
+            f"are outside {inner} are eligible for {inner} alone"
+        ]
 
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
         """Bars of the shares, or of another column, with standard errors if there are any; without

@@ -282,3 +282,17 @@ def attention_that_begins_nearly_even() -> Any:
             nn.init.normal_(module.weight, std=0.08)
     x = torch.randint(20, (4, 6))
     return model, lambda: F.cross_entropy(model(x)[:, 0], torch.arange(4) % 3)
+
+
+@healthy
+def student_that_is_nearly_its_teacher() -> Any:
+    """What reaches its scores is small, as it should be."""
+    model, teacher = Net(torch.tanh), Net(torch.tanh)
+    teacher.load_state_dict({key: value + 1e-4 for key, value in model.state_dict().items()})
+    x, _ = data()
+
+    def step() -> Tensor:
+        wanted = (teacher(x) / 2).softmax(-1).detach()
+        return 4 * F.kl_div((model(x) / 2).log_softmax(-1), wanted, reduction="batchmean")
+
+    return model, step

@@ -14,7 +14,7 @@ const MEANING = {
   edge: rules.edge + "; not the heaviest path",
   viterbi: rules.viterbi + ": the heaviest path",
   eligible: "elements outside a module that have a path and some way through the module",
-  share: "of the eligible elements, those whose path passes the module",
+  share: "of the eligible elements, those whose path passes the module; a module inside another may have more, as other elements are outside it",
   "by |gradient|": "the same share, but each element counts as much as its |gradient|",
   fork: "an operator that joins branches (a sum, a concatenation, a product), or labelled slices",
   "in series": "every path that could pass the module does, so its share is 100% by definition",

@@ -169,7 +169,7 @@ export function Tree(view: View & { done?: () => void }) {
       </div>
       <p class="tree-label">
         <Term of={state.by === "share" ? "share" : "by |gradient|"}>
-          {state.by === "share" ? "share of elements whose path passes it" : "the same by |gradient|"}
+          {state.by === "share" ? "share of elements outside it whose path passes it" : "the same by |gradient|"}
         </Term>
       </p>
       <div
