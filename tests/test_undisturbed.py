@@ -555,3 +555,42 @@ def test_functions_are_left_for_backward(function: Any) -> None:
     model.zero_grad()
     loss.backward()
     assert all(map(torch.equal, gradients_of(model), want))
+
+
+class Recomputes(torch.autograd.Function):
+    """A reentrant checkpoint of the user's own: its backward runs one that adds to ``.grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x).detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(grad)
+        return x.grad, None
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Recomputes.apply(self.first(x), self.last)  # type: ignore[no-any-return]
+
+
+def test_a_pass_inside_a_pass_leaves_grad() -> None:
+    assert_same(trained(Recomputed, True), trained(Recomputed, False))
+    model = Recomputed()
+    loss = model(torch.ones(2, SIZE)).square().mean()
+    for before in (None, torch.ones(1)):
+        bias = model.last.bias
+        bias.grad = before
+        gt.trace(loss).influence()
+        gt.backward(loss)
+        assert bias.grad is before
+        assert before is None or before.tolist() == [1.0]

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -80,6 +80,26 @@ def next_sequence() -> int:
 def maker_of(tensor: Tensor) -> Node | None:
     """The node that made a tensor; None if there is none."""
     return tensor.grad_fn
+
+
+def leaves_below(outputs: Iterable[Any]) -> list[Tensor]:
+    """The leaves that tensors (or gradient edges) are made of, themselves included."""
+    found: dict[int, Tensor] = {}
+    waiting: list[Node | None] = []
+    for output in outputs:
+        if isinstance(output, Tensor) and output.is_leaf:
+            found[id(output)] = output
+        waiting.append(output.grad_fn if isinstance(output, Tensor) else output.node)
+    seen: set[Node | None] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node is None:
+            continue
+        seen.add(node)
+        if type(node) is ACCUMULATE:
+            found[id(node.variable)] = node.variable
+        waiting += [child for child, _ in edges_of(node)]
+    return list(found.values())
 
 
 def saved_at(node: Node, index: Sequence[int], shape: Shape) -> list[str]:

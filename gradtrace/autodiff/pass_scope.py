@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.autodiff.nodes import Edges, Node, leaves_below
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
 from gradtrace.pytorch.global_switches import Switch
-from gradtrace.pytorch.side_effects import functions_restored, users_code
+from gradtrace.pytorch.side_effects import functions_restored, note_gradients, users_code
 
 
 class _PassState(threading.local):
@@ -163,6 +163,7 @@ _TASK = torch._C._current_graph_task_id
 _EXECUTES = torch._C._will_engine_execute_node
 _CACHED: Any = vars(checkpoint)["_CachedTorchDispatchMode"]
 _ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
+_RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
 _RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
 
 
@@ -210,7 +211,17 @@ def _exit(mode: Any, *error: object) -> Any:
     return _EXIT(mode, *error)
 
 
+def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A backward pass that user code runs inside a pass of gradtrace, as a reentrant checkpoint of
+    the user's does: what it adds to ``.grad`` is taken back.
+    """
+    if _PASS.passes and kwargs.get("accumulate_grad"):
+        note_gradients(leaves_below(outputs))
+    return _RUN_BACKWARD(outputs, *args, **kwargs)
+
+
 _PATCHES: tuple[tuple[Any, str, Any], ...] = (
+    (torch.autograd, "_engine_run_backward", _run_backward),
     (torch._C, "_current_graph_task_id", _task),
     (torch._C, "_will_engine_execute_node", _executes),
     (checkpoint, "_recomputation_hook", _Recomputation),

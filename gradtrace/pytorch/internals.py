@@ -27,6 +27,7 @@ TESTED = "2.6 to 2.15"
 NAMES = {
     "autograd._get_sequence_nr": "finding the module that made an operator",
     "autograd.function.BackwardCFunction": "telling Python functions from PyTorch's own",
+    "autograd._engine_run_backward": "taking back what a pass inside a pass adds to .grad",
     "autograd.graph.GradientEdge": "running hooks",
     "autograd.graph.get_gradient_edge": "running hooks on leaves",
     "utils.hooks.RemovableHandle.next_id": "noticing that a hook was registered",

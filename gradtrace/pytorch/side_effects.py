@@ -287,9 +287,20 @@ class FunctionLog:
     def __init__(self) -> None:
         self.undo = Undo()
         self.state = PythonState()
+        self._grads: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    def note_gradients(self, leaves: Iterable[Tensor]) -> None:
+        """Save ``.grad`` of leaves."""
+        for leaf in leaves:
+            grad = leaf.grad
+            self._grads.setdefault(id(leaf), (leaf, grad, None if grad is None else grad.clone()))
 
     def restore(self) -> None:
         """Restore what was noted."""
+        for leaf, grad, value in self._grads.values():
+            if grad is not None and value is not None:
+                grad.copy_(value)
+            leaf.grad = grad
         self.undo.restore()
         self.state.restore()
 
@@ -304,6 +315,13 @@ def functions_restored() -> Iterator[None]:
     finally:
         _ACTIVE.functions = outer
         log.restore()
+
+
+def note_gradients(leaves: Iterable[Tensor]) -> None:
+    """Save ``.grad`` of leaves, which code of the user's is about to add to, for the running pass."""
+    if _ACTIVE.functions is not None:
+        with _disable_current_modes(), torch.no_grad():
+            _ACTIVE.functions.note_gradients(leaves)
 
 
 def function_code(node: Any, grads: Any) -> AbstractContextManager[Any]:
