@@ -318,7 +318,7 @@ def functions_restored() -> Iterator[None]:
 
 
 def note_gradients(leaves: Iterable[Tensor]) -> None:
-    """Save ``.grad`` of leaves, which code of the user's is about to add to, for the running pass."""
+    """Save ``.grad`` of leaves for the running pass: code of the user's is about to add to it."""
     if _ACTIVE.functions is not None:
         with _disable_current_modes(), torch.no_grad():
             _ACTIVE.functions.note_gradients(leaves)
