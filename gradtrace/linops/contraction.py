@@ -70,16 +70,13 @@ class Contract(Map):
         """``best`` of some output elements: one dot product for each."""
         how, number = self.plan(), at.reshape(-1)
         left, right = wide(how.left(x)), wide(how.right(self.weight))
-        steps = how.element_strides
-        batch, row, column, base = (located(number, self.out_shape, step) for step in steps[:4])
+        steps, (b, m, k), (c, j, n) = how.element_strides, left.stride(), right.stride()
+        rows = located(number, self.out_shape, _combined(steps.batch, b, steps.row, m))
+        columns = located(number, self.out_shape, _combined(steps.batch, c, steps.column, n))
         value, place = backend_of(left).contract_lines(
-            TensorLines(flat(left), batch * left.stride(0) + row * left.stride(1), left.stride(2)),
-            TensorLines(
-                flat(right), batch * right.stride(0) + column * right.stride(2), right.stride(1)
-            ),
-            left.shape[2],
+            TensorLines(flat(left), rows, k), TensorLines(flat(right), columns, j), left.shape[2]
         )
-        source = base + located(place, *steps.along)
+        source = located(number, self.out_shape, steps.first) + located(place, *steps.along)
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
     def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
@@ -156,10 +153,10 @@ class Contract(Map):
     def entry(self, at: Tensor, source: Tensor) -> Tensor:
         how = self.plan()
         right, steps = how.right(self.weight), how.element_strides  # (b, k, n)
-        batch, column = (located(at, self.out_shape, step) for step in (steps.batch, steps.column))
-        inner = located(source, self.in_shape, steps.inner)
         b, k, n = right.stride()
-        return flat(right).index_select(0, batch * b + inner * k + column * n).double()
+        columns = located(at, self.out_shape, _combined(steps.batch, b, steps.column, n))
+        inner = located(source, self.in_shape, [step * k for step in steps.inner])
+        return flat(right).index_select(0, columns + inner).double()
 
     @property
     def width(self) -> int:
@@ -215,6 +212,11 @@ class _OperandOrder(NamedTuple):
     how: MatrixLayout
     shape: Shape
     order: list[int] | None
+
+
+def _combined(first: Shape, by: int, second: Shape, times: int) -> Shape:
+    """The strides that lead to ``by`` times where the first ones do plus ``times`` the second."""
+    return tuple([a * by + b * times for a, b in zip(first, second)])
 
 
 @lru_cache(maxsize=4096)

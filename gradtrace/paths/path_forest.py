@@ -9,10 +9,12 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradtrace.kernels import backend_of
+from gradtrace.kernels.operands import Whole
 from gradtrace.types import Shape
 
 SORT_MIN_RATIO = 64
@@ -128,23 +130,21 @@ class PathForest:
         and slice. Bit 0 is set at the root where the seed is not 0.
         """
         words = words_of([*bits.values(), *(b for s in slices.values() for b in s.bits)])
-        found = torch.zeros(
-            len(self.onward) + 1, words, dtype=torch.int64, device="cpu"
-        )  # the last for "none"
-        last = len(self.onward)
-        for value, first in zip(reversed(self.values), reversed(self.firsts)):
-            here = found[first:last].copy_(found[self.onward[first:last]])
+        onward, last = self.onward.numpy(), len(self.onward)
+        found = np.zeros((last + 1, words), np.int64)  # the last for "none"
+        by_stage = _split([bits.get(value, 0) for value in self.values], words)
+        stages = zip(self.values[::-1], self.firsts[::-1], by_stage[::-1])
+        for value, first, named in stages:
+            here = np.bitwise_or(found[onward[first:last]], named, out=found[first:last])
             if value == self.root:
-                here[:, 0] = (self.gradient[first:last] != 0).long()
-            if bits.get(value):
-                here |= _split([bits[value]], words)
+                here[:, 0] |= (self.gradient[first:last] != 0).numpy()
             if value in slices:
-                shape, dim, named = slices[value]
+                shape, dim, of_slices = slices[value]
                 step = prod(shape[dim + 1 :])
                 place = self.element[first:last] // step % shape[dim]
-                here |= _split(named, words)[place]
+                here |= _split(of_slices, words)[place.numpy()]
             last = first
-        return different_sets(found[self.starts])
+        return different_sets(torch.from_numpy(found)[self.starts])
 
     @cached_property
     def _arrays(self) -> tuple[memoryview, memoryview, memoryview, memoryview]:
@@ -302,5 +302,5 @@ def split_words(sets: Sequence[int], words: int) -> list[list[int]]:
     return [[one >> n * WORD_BITS & mask for n in range(words)] for one in sets]
 
 
-def _split(sets: Sequence[int], words: int) -> Tensor:
-    return torch.tensor(split_words(sets, words), device="cpu")
+def _split(sets: Sequence[int], words: int) -> Whole:
+    return np.array(split_words(sets, words), np.int64).reshape(-1, words)

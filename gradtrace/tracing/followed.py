@@ -93,16 +93,16 @@ def path_weights(forest: PathForest) -> tuple[Floats, Whole]:
     onward, weight = forest.onward.numpy(), forest.weight.numpy()
     mantissa, exponent = np.zeros(len(onward) + 1), np.zeros(len(onward) + 1, dtype=np.int64)
     last = len(onward)
-    for value, first in zip(reversed(forest.values), reversed(forest.firsts)):
-        if value == forest.root:
-            found, power = np.frexp(forest.gradient[first:last].numpy())
-            mantissa[first:last], exponent[first:last] = found, power
-        else:
-            after = onward[first:last]  # -1, the last entry, for none: its weight is 0
-            with np.errstate(invalid="ignore"):  # infinity times 0
+    with np.errstate(invalid="ignore"):  # infinity times 0
+        for value, first in zip(reversed(forest.values), reversed(forest.firsts)):
+            if value == forest.root:
+                found, power = np.frexp(forest.gradient[first:last].numpy())
+                mantissa[first:last], exponent[first:last] = found, power
+            else:
+                after = onward[first:last]  # -1, the last entry, for none: its weight is 0
                 found, power = np.frexp(weight[first:last] * mantissa[after])
-            mantissa[first:last], exponent[first:last] = found, exponent[after] + power
-        last = first
+                mantissa[first:last], exponent[first:last] = found, exponent[after] + power
+            last = first
     return mantissa, exponent
 
 
