@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.ir import interpreter
+from gradtrace.ir import interpreter, memory
 from gradtrace.ir.passes.leaf_rows import keep_rows
-from gradtrace.ir.program import Leaf
+from gradtrace.ir.program import Leaf, ProgramFacts
+from gradtrace.ir.structure import structure_of
 from gradtrace.linops import Contract
 from gradtrace.semirings import SUM
 from gradtrace.trace import Trace
@@ -166,3 +167,23 @@ def test_what_cannot_be_asked() -> None:
         loss = model(x).sum()
     with pytest.raises(GradtraceError, match="granularity='scalar'"):
         watch.trace(loss, granularity="operator").influence(leaf_rows=0.5)
+
+
+def test_what_follows_from_structure_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of programs of some rows, too: of as many rows of a replayed loss."""
+    monkeypatch.setattr(leaf_rows, "LARGE_LEAF_ELEMENTS", 64)
+    model, words = Tied(), torch.randint(40, (12,))
+
+    def structure() -> object:
+        with gt.watch(model) as watch:
+            loss = nn.functional.cross_entropy(model(words[:-1]), words[1:])
+        rows = leaf_rows.rows_kept(watch.trace(loss), 0.8, 0)[0]
+        fresh = keep_rows(rows.program, {})[0]  # the same, with facts of its own
+        fresh.facts = ProgramFacts()
+        assert structure_of(fresh) == structure_of(rows.program)
+        kept, narrow = rows.uses_kept, False
+        assert memory.streaming(rows.program, kept, narrow) == memory.streaming(fresh, kept, narrow)
+        return structure_of(rows.program)
+
+    structure()  # recorded
+    assert structure() is structure()

@@ -47,8 +47,14 @@ def streaming(
     contribution (``passes.edge_sizes``). On a GPU a contraction copies its operands into a
     workspace whose size depends on the free memory; its minimum counts here.
     """
-    seed = program.seed
-    backend = backend_of(seed)
+    key, known = (kept, narrow, frozenset(sized)), program.facts.streaming_bytes
+    if key not in known:
+        known[key] = _streaming(program, kept, narrow, sized)
+    return known[key]
+
+
+def _streaming(program: Program, kept: bool, narrow: bool, sized: Collection[int]) -> int:
+    backend = backend_of(program.seed)
     uses_workspace = backend.workspace_max_bytes() > 0
     last = program.last_uses
     known = {*program.kept, *(leaf.value for leaf in program.leaves if leaf.known is not None)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -144,6 +144,10 @@ class Constants:
     parts: LocalParts | None = None
 
 
+MAX_DERIVED = 4
+"""Of so many programs that are made of one facts are kept, such as those of some rows of leaves."""
+
+
 @dataclass(eq=False)
 class ProgramFacts:
     """What follows from the structure of a program, found when asked for. Programs that were
@@ -154,6 +158,15 @@ class ProgramFacts:
     maps: tuple[object, ...] = ()  # the structures of its maps, if they are known
     last_uses: dict[int, int] | None = None
     step_bytes: tuple[int, int] | None = None  # gradtrace.ir.memory.step_bytes
+    streaming_bytes: dict[Hashable, int] = field(default_factory=dict)  # ir.memory.streaming
+    derived: dict[Hashable, ProgramFacts] = field(default_factory=dict)
+    # of programs that passes make of it, by all that these depend on beside the structure
+
+    def of_derived(self, key: Hashable) -> ProgramFacts:
+        """The facts of a program that is made of this one; a few are kept."""
+        if key not in self.derived and len(self.derived) >= MAX_DERIVED:
+            self.derived.clear()
+        return self.derived.setdefault(key, ProgramFacts())
 
 
 @dataclass

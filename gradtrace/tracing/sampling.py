@@ -64,9 +64,9 @@ def _variance(parts: Sequence[float], unit: float) -> SamplingVariance:
     return found if unit == 1 else found.times(unit)
 
 
-def variances(parts: Sequence[Floats]) -> list[SamplingVariance]:
+def variances(parts: Sequence[Floats]) -> list[Callable[[], SamplingVariance]]:
     """The variances of components, from the parts of all; rounded, as they are estimates."""
-    return [SamplingVariance(*map(_rounded, each)) for each in zip(*(p.tolist() for p in parts))]
+    return [partial(_variance, each, 1.0) for each in zip(*(p.tolist() for p in parts))]
 
 
 def _rounded(x: float) -> Fraction:

@@ -31,7 +31,10 @@ def keep_rows(program: Program, drawn: Mapping[int, Tensor]) -> tuple[Program, s
             leaf = replace(leaf, given=_narrowed(leaf, rows))
             done.add(leaf.value)
         leaves.append(leaf)
-    return rewriter.result(leaves), done
+    found = rewriter.result(leaves)
+    counts = tuple([(value, len(rows)) for value, rows in drawn.items()])
+    found.facts = program.facts.of_derived(("rows", counts))
+    return found, done
 
 
 class _RowKeeper:
