@@ -47,7 +47,8 @@ def streaming(
     contribution (``passes.edge_sizes``). On a GPU a contraction copies its operands into a
     workspace whose size depends on the free memory; its minimum counts here.
     """
-    key, known = (kept, narrow, frozenset(sized)), program.facts.streaming_bytes
+    known = program.facts.streaming_bytes
+    key = (len(program.kept) if kept else None, narrow, frozenset(sized))
     if key not in known:
         known[key] = _streaming(program, kept, narrow, sized)
     return known[key]
