@@ -75,6 +75,17 @@ _HOMES = {
 """Where the names above are made, of those that are no modules themselves."""
 
 
+_METHODS = {
+    name: f"; it is a method of a watch: with gradtrace.watch(model) as watch: loss = ...; {call}"
+    for name, call in {
+        "diagnose": "watch.diagnose(loss)",
+        "conflicts": 'watch.conflicts({"ce": ce, "kl": kl})',
+        "attribute": 'watch.attribute(logit, {"tokens": embedded})',
+    }.items()
+}
+"""What to say of names that people look for here."""
+
+
 class _Package(ModuleType):
     """Names are found when they are first asked for.
 
@@ -89,7 +100,8 @@ class _Package(ModuleType):
         elif name in __all__:
             value = import_module(f"gradtrace.{name}")
         else:
-            raise AttributeError(f"module 'gradtrace' has no attribute {name!r}")
+            how = _METHODS.get(name, "")
+            raise AttributeError(f"module 'gradtrace' has no attribute {name!r}{how}")
         super().__setattr__(name, value)
         return value
 

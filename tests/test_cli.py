@@ -403,3 +403,11 @@ def test_names_are_escaped(
     demo.demo(tmp_path / "report.html", say=lambda line: None)
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<script>" not in text and "&lt;script&gt;" in text
+
+
+def test_help_of_commands_is_broken_at_the_edge_only() -> None:
+    """Words that fit in the line before do not stand alone in the next."""
+    lines = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).stdout.split("\n")
+    at = next(n for n, line in enumerate(lines) if "diagnose " in line)
+    first, second = (line.strip("│ ") for line in lines[at : at + 2])
+    assert len(lines[at].rstrip("│ ")) + len(second.split()[0]) + 1 > 95, (first, second)

@@ -213,3 +213,16 @@ def test_the_progress_bar_is_on_standard_error(capsys: pytest.CaptureFixture[str
     gt.influence(model(), losses, batches(2))
     assert not capsys.readouterr().err
     assert dataset_influence.bar is not None
+
+
+def test_a_loss_fn_that_takes_something_else_is_told_what_it_gets() -> None:
+    model = nn.Linear(2, 1)
+
+    def of_the_output(output: Tensor) -> Tensor:
+        return output.mean()
+
+    wanted = (
+        r"batch 0: loss_fn is called as loss_fn\(model, batch\), and does not take that: too many"
+    )
+    with pytest.raises(GradtraceError, match=wanted):
+        gt.influence(model, of_the_output, [torch.ones(3, 2)])  # type: ignore[arg-type]

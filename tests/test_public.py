@@ -372,3 +372,12 @@ def test_functions_and_classes_are_short(trees: dict[Path, ast.Module]) -> None:
                 if len(inside - texts) > 270:
                     found.append(f"{name}: {node.name}")
     assert found == []
+
+
+@pytest.mark.parametrize("name", ["diagnose", "conflicts", "attribute"])
+def test_methods_of_a_watch_are_found_by_who_looks_for_a_function(name: str) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"{name}'; it is a method of a watch: with .*watch\.{name}\("
+    ):
+        getattr(gradtrace, name)
+    assert not hasattr(gradtrace, "nonsense")

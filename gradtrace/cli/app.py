@@ -54,6 +54,13 @@ class Guarded(TyperGroup):
         """The commands, those for newcomers first."""
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """A command; in the list its help is one line, which wraps to the terminal's width."""
+        command = super().get_command(ctx, name)
+        if command is not None and command.help and not command.short_help:
+            command.short_help = " ".join(command.help.partition("\n\n")[0].split())
+        return command
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept ``--debug`` anywhere before ``--``."""
         end = args.index("--") if "--" in args else len(args)

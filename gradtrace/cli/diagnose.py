@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit
 
@@ -12,13 +12,17 @@ from gradtrace.cli.printing import Json, working, write, write_json
 from gradtrace.cli.target import Arguments, Target, functions
 from gradtrace.cli.trace import watched_loss
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
 SUFFIX = ".gradtrace"
 
 What = Annotated[
     str,
     Argument(
         metavar="SCRIPT.py:FUNCTION|FILE.gradtrace",
-        help="Returns a loss, (model, loss) or (loss, names); or the file of a Monitor's trigger.",
+        help="Returns a loss, a model and its loss, or (model, loss_fn); with an optimiser beside "
+        "them, this is looked at, too. Or the file of a Monitor's trigger.",
         autocompletion=functions,
     ),
 ]
@@ -29,7 +33,7 @@ What = Annotated[
         "gradtrace diagnose train.py:loss",
         "gradtrace diagnose train.py:loss --json -- tiny 3",
         "gradtrace diagnose run-step500-nonfinite.gradtrace",
-        "where train.py has: def loss(size='base', layers='2'): ... return model, loss",
+        "where train.py has: def loss(size='base', layers='2'): ... return model, loss, optimizer",
     )
 )
 def diagnose(target: What, args: Arguments = None, as_json: Json = False) -> None:
@@ -61,10 +65,28 @@ def diagnosed(target: str, args: list[str] | None) -> tuple[str, dict[str, Any],
     from gradtrace.pytorch.global_switches import uncompiled
 
     wanted = Target.of(target, args)
+    optimizers: list[Optimizer] = []
+
+    def call() -> Any:
+        found, rest = without_optimizers(wanted.call(script))
+        optimizers.extend(found)
+        return rest
+
     with working(f"running {wanted.name}") as work, uncompiled(), wanted.running() as script:
-        loss, watched = watched_loss(
-            lambda: wanted.call(script), wanted.name, vars(script), diagnose=True, numbers=True
-        )
+        loss, watched = watched_loss(call, wanted.name, vars(script), diagnose=True, numbers=True)
         work.begin("diagnosing")
-        found = watched.diagnose(loss)
+        found = watched.diagnose(loss, optimizer=optimizers)
     return str(found), found.to_dict(), found.healthy
+
+
+def without_optimizers(returned: Any) -> tuple[list[Optimizer], Any]:
+    """The optimisers among what a function returned, and the rest."""
+    from torch.optim import Optimizer
+
+    if type(returned) not in (tuple, list):
+        return [], returned
+    found = [part for part in returned if isinstance(part, Optimizer)]
+    rest = [part for part in returned if not isinstance(part, Optimizer)]
+    if not found:
+        return [], returned
+    return found, rest[0] if len(rest) == 1 else tuple(rest)

@@ -80,7 +80,7 @@ def _probabilities(record: ForwardRecord, operation: Operation) -> Iterator[Find
     yield Finding(
         "loss",
         expected.severity,
-        f"{operation.name} is given probabilities",
+        f"probabilities are given to {operation.name}",
         maker.module,
         line=str(operation.where.line or ""),
         evidence=f"It takes {expected.takes}, and gets what {of} gives. {expected.so}",

@@ -144,7 +144,7 @@ def frozen_remark(parameters: Named) -> str:
 def scope_remark(parameters: Named, optimiser: bool, left_out: Sequence[str]) -> str:
     """What "healthy" is about, and what was not looked at (``left_out``: because of this run)."""
     count = sum(tensor.requires_grad for _, tensor in parameters)
-    rest = [] if optimiser else ["the optimiser (diagnose(loss, optimizer=...))"]
+    rest = [] if optimiser else ["the optimiser (none was given: optimizer=)"]
     rest += ["whether labels and data are right", "other batches", *left_out]
     return (
         f"Looked at: the loss of this batch, and its gradient at {count:,} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -384,11 +385,24 @@ def _check_batches(rank: int, digest: str, first: str) -> None:
     )
 
 
+def _called(loss_fn: LossFn, model: nn.Module, batch: Any) -> Any:
+    """The loss; if ``loss_fn`` takes something else, an error that says what it is given."""
+    try:
+        inspect.signature(loss_fn).bind(model, batch)
+    except TypeError as error:
+        raise GradtraceError(
+            f"loss_fn is called as loss_fn(model, batch), and does not take that: {error}"
+        ) from None
+    except ValueError:  # a builtin, whose signature is not known
+        pass
+    return loss_fn(model, batch)
+
+
 def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure: Measure) -> Result:
     try:
         with restored(model) as undo:
             with watch(model, diagnose=False) as watched, undo:
-                loss = loss_fn(model, batch)
+                loss = _called(loss_fn, model, batch)
             if not isinstance(loss, Tensor):
                 raise GradtraceError(
                     f"loss_fn returned a {type(loss).__name__}; return a loss, or a vector of "

@@ -44,6 +44,10 @@ def later():
 
 def nothing():
     return None
+
+def still():
+    model = Net()
+    return model, model(torch.ones(2, 3), False), torch.optim.SGD(model.head.parameters(), lr=0.1)
 """
 
 
@@ -85,3 +89,8 @@ def test_a_usage_error_is_2(script: Path) -> None:
     for target in (f"{script}:none", f"{script}:nothing", "none.py:loss"):
         done = run(target)
         assert done.exit_code == 2 and done.stderr.startswith("gradtrace: ")
+
+
+def test_an_optimiser_that_is_returned_is_looked_at(script: Path) -> None:
+    done = run(f"{script}:still")
+    assert done.exit_code == 1 and "not in the optimiser: enc.weight, enc.bias" in done.stdout
