@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import degenerate
@@ -27,9 +28,12 @@ def found(rows: list[Row]) -> Findings:
 
 def test_cells_are_every_depth_for_every_seed() -> None:
     cells = layers.cells(SMALL, 2)
-    assert [(c["seed"], c["layers"]) for c in cells] == [
-        (seed, n) for seed in (0, 1) for n in SMALL["layers"]
-    ]
+    every = [(seed, n) for seed in (0, 1) for n in sorted(SMALL["layers"])]
+    assert sorted((c["seed"], c["layers"]) for c in cells) == every
+    # neither by depth nor alike: a machine that is slow for a while would bend the curve
+    first, second = ([c["layers"] for c in cells if c["seed"] == seed] for seed in (0, 1))
+    assert first != second and sorted(first) not in (first, second)
+    assert cells == layers.cells(SMALL, 2)
 
 
 def test_the_scalar_graph_is_exactly_linear_in_depth(rows: list[Row], found: Findings) -> None:
@@ -108,7 +112,7 @@ def made_up(bump: dict[str, dict[int, float]], refused: int = 10**9) -> Findings
 
 def test_lines_are_called_lines() -> None:
     found = made_up({})
-    assert "Time is linear in depth, from 1 to 1,000 layers" in found.sentence
+    assert "Time is linear in depth, from 25 to 1,000 layers" in found.sentence
     assert "not linear" not in found.sentence and "We see no spikes" in found.sentence
     assert found.facts["ratio"][INFLUENCE] == pytest.approx(len(WAYS))
     assert "A layer takes PyTorch 1 µs" in found.sentence
@@ -133,25 +137,43 @@ def test_spikes_are_told(bump: dict[str, dict[int, float]], words: str) -> None:
     assert "We see spikes" in sentence and words in sentence
 
 
+MADE = {
+    **dict.fromkeys(("operators", "vertices", "edges"), 1),
+    "gradient": 1.0,
+    "refused": False,
+    "differences": dict.fromkeys(SCHEDULES, 0.0),
+}
+"""A result but for its times."""
+
+
 def test_a_curve_is_not_called_a_line() -> None:
     found = made_up({})
     rows = [
         Row(
             {"layers": n, "seed": 0, "rounds": 1},
-            {
-                "operators": n,
-                "vertices": n,
-                "edges": n,
-                "gradient": 1.0,
-                "refused": False,
-                "differences": dict.fromkeys(SCHEDULES, 0.0),
-                "seconds": {way: [1e-9 * n**3 + 1e-9] for way in WAYS},
-            },
+            {**MADE, "seconds": {way: [1e-9 * n**3 + 1e-9] for way in WAYS}},
         )
         for n in (1, 10, 100, 300, 1000)
     ]
     bent = layers.conclude(rows)
     assert "Time is not linear here" in bent.sentence != found.sentence
+
+
+@pytest.mark.parametrize(("power", "linear"), [(1.0, True), (1.3, False), (0.8, False)])
+def test_a_machine_of_changing_speed_makes_no_curve(power: float, linear: bool) -> None:
+    """Times that are off by up to a fifth grow as they do."""
+    noise = Random(0)
+
+    def slow(depth: int) -> float:
+        return 1e-4 * depth**power * noise.uniform(1, 1.2)
+
+    rows = [
+        Row(cell, {**MADE, "seconds": {way: [slow(cell["layers"])] for way in WAYS}})
+        for cell in layers.cells(layers.FULL, 3)
+    ]
+    found = layers.conclude(rows)
+    assert ("not linear" in found.sentence) != linear
+    assert ("grows in proportion to" in layers.headline(found.facts)) == linear
 
 
 @degenerate.every
