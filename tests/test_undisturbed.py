@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +123,36 @@ class Nested(Part):
         return 1 / self.state.count + self.table["seen"][0]
 
 
+COUNTED = [0.0]
+TOTAL = 0.0
+
+
+class Around(Part):
+    """State in variables around the code: of a closure, of the module, and attributes of leaves."""
+
+    def setup(self) -> None:
+        self.linear.weight.calls = 0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.counting(), super().forward(x), use_reentrant=False)
+        return y
+
+    def counting(self) -> Callable[[Tensor], Tensor]:
+        own, weight = 0.0, self.linear.weight
+
+        def run(x: Tensor) -> Tensor:
+            nonlocal own
+            global TOTAL
+            own += 0.1
+            TOTAL += 0.1
+            COUNTED[0] += 0.1
+            weight.calls += 1  # type: ignore[attr-defined]
+            scale = own + TOTAL + COUNTED[0] + weight.calls  # type: ignore[attr-defined]
+            return torch.tanh(x * scale)
+
+        return run
+
+
 class Unregistered(Part):
     def setup(self) -> None:
         self.hidden = [nn.BatchNorm1d(SIZE)]
@@ -183,7 +213,7 @@ class Moving(torch.autograd.Function):
 
 PARTS = [
     *(LargeBuffer, NewBuffer, OtherMemory, PlainTensor, Views, Counter, Listed, Nested),
-    *(Unregistered, WrittenParameter, Normed, Spectral, Drawn, Own),
+    *(Around, Unregistered, WrittenParameter, Normed, Spectral, Drawn, Own),
 ]
 
 
@@ -194,6 +224,12 @@ def save_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 SELECTIVE = functools.partial(create_selective_checkpoint_contexts, save_products)
 
+
+@contextmanager
+def once() -> Iterator[None]:
+    yield
+
+
 WAYS: dict[str, Callable[..., Tensor]] = {
     "plain": lambda part, x: checkpoint(part, x, use_reentrant=False),
     "undrawn": lambda part, x: checkpoint(
@@ -201,6 +237,9 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     ),
     "selective": lambda part, x: checkpoint(part, x, use_reentrant=False, context_fn=SELECTIVE),
     "nested": lambda part, x: checkpoint(WAYS["plain"], part, x, use_reentrant=False),
+    "context": lambda part, x: checkpoint(
+        part, x, use_reentrant=False, context_fn=lambda: (once(), once())
+    ),
     "not checkpointed": lambda part, x: part(x),
 }
 
@@ -234,8 +273,10 @@ def assert_same(found: list[Any], wanted: list[Any]) -> None:
 
 
 def trained(make: Callable[[], nn.Module], monitored: bool, steps: int = 3) -> list[Any]:
+    global TOTAL
     torch.manual_seed(0)
     random.seed(0)
+    COUNTED[0] = TOTAL = Tallies.calls = 0.0
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = gt.Monitor(model, every=1, budget=None, view=False) if monitored else nullcontext()
@@ -525,14 +566,33 @@ class Writes(torch.autograd.Function):
         return grad.mul_(state.y.mul_(1 - state.y)) * state.calls, None
 
 
+class Tallies(torch.autograd.Function):
+    """Counts on its class, on a leaf that it is given, and in variables around it."""
+
+    calls = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Any) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        global TOTAL
+        TOTAL += 0.1
+        COUNTED[0] += 0.1
+        Tallies.calls += 0.1
+        return grad * (1 + Tallies.calls + TOTAL + COUNTED[0]), None
+
+
 def gradients_of(model: nn.Module) -> list[Tensor]:
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize("function", [Counts, Drops, Pops, Writes])
+@pytest.mark.parametrize("function", [Counts, Drops, Pops, Writes, Tallies])
 def test_functions_are_left_for_backward(function: Any) -> None:
     """Whatever gradtrace asks of a graph, ``loss.backward()`` afterwards is as without it."""
     torch.manual_seed(0)
+    begin = Tallies.calls, TOTAL, COUNTED[0]
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
     x = torch.randn(3, SIZE)
 
@@ -544,6 +604,7 @@ def test_functions_are_left_for_backward(function: Any) -> None:
 
     loss_of().backward()
     want = gradients_of(model)
+    Tallies.calls, globals()["TOTAL"], COUNTED[0] = begin
     with gt.watch(model) as watch:
         loss = loss_of()
     traced = watch.trace(loss)

@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
+from types import CellType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils import checkpoint
 from gradtrace.autodiff.nodes import Edges, Node, leaves_below
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
 from gradtrace.pytorch.global_switches import Switch
+from gradtrace.pytorch.python_state import held_in
 from gradtrace.pytorch.side_effects import functions_restored, note_gradients, users_code
 
 
@@ -182,16 +184,44 @@ def _executes(node: Node) -> bool:
 
 
 class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
-    """Wraps the recomputation of a checkpoint in ``users_code``, so that its writes are undone."""
+    """Wraps the recomputation of a checkpoint in ``users_code``, so that its writes are undone.
+
+    A context of the user's (``context_fn``) made by ``contextlib.contextmanager`` can be entered
+    once only: a pass of gradtrace enters a copy.
+    """
+
+    def __init__(self, frame: Callable[[], Any], *more: Any) -> None:
+        super().__init__(frame, *more)
+        self._code = frame().recompute_fn
+        self._contexts: list[tuple[CellType, Any]] = []
 
     def __enter__(self) -> None:
+        self._undo = users_code(self._code)
+        if _PASS.passes:
+            self._contexts = _single_use(self._code)
+            for cell, context in self._contexts:
+                cell.cell_contents = context._recreate_cm()
         super().__enter__()
-        self._undo = users_code()
         self._undo.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._undo.__exit__(*error)
+        for cell, context in self._contexts:
+            cell.cell_contents = context
         super().__exit__(*error)
+
+
+def _single_use(code: Any) -> list[tuple[CellType, Any]]:
+    """The cells of a recomputation's function that hold such a context, and the contexts."""
+    found: list[tuple[CellType, Any]] = []
+    waiting = [code]
+    while waiting:
+        for cell, value in held_in(waiting.pop()):
+            if isinstance(value, contextlib._GeneratorContextManager) and hasattr(value, "args"):
+                found.append((cell, value))
+            elif getattr(value, "__name__", "") == "recompute_fn":
+                waiting.append(value)
+    return found
 
 
 def _enter(mode: Any) -> Any:

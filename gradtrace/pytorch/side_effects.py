@@ -9,15 +9,12 @@ lists) module by module.
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gradtrace.pytorch import internals
 from gradtrace.pytorch.nested import tensors_in
+from gradtrace.pytorch.python_state import PythonState
 from gradtrace.pytorch.random_state import RandomState, cuda_devices
 
 UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
@@ -112,14 +110,20 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class _Active(threading.local):
     undo: Undo | None = None
+    state: PythonState | None = None  # restored with it
     functions: FunctionLog | None = None
 
 
 _ACTIVE = _Active()
 
 
-def users_code() -> AbstractContextManager[Any]:
-    """The context for user code that runs during a pass: the ``Undo`` of ``restored``, if any."""
+def users_code(code: Any = None) -> AbstractContextManager[Any]:
+    """The context for user code that runs during a pass: the ``Undo`` of ``restored``, if any.
+
+    ``code`` is the function that will run, if it is known.
+    """
+    if code is not None and _ACTIVE.state is not None:
+        _ACTIVE.state.note_code(code)
     return _ACTIVE.undo or nullcontext()
 
 
@@ -133,60 +137,6 @@ def _memory(tensor: Tensor) -> int:
 
 # Python state -------------------------------------------------------------------------------------
 
-CONTAINERS = (list, dict, set, deque)
-MAX_LOOKED_THROUGH = 10_000
-"""Longer lists and dictionaries are copied, but not searched for others inside them."""
-NOT_STATE = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, torch.Generator)
-FOREIGN = frozenset({"gradtrace", "torch", "lightning", "pytorch_lightning", "threading"})
-"""Packages whose objects are no state of a model: a Monitor, a trainer, a group of processes."""
-
-
-class PythonState:
-    """A snapshot of attributes of objects, and of the contents of lists, dictionaries and sets."""
-
-    def __init__(self) -> None:
-        self._attributes: dict[int, tuple[Any, dict[str, Any]]] = {}
-        self._inside: dict[int, tuple[Any, Any]] = {}
-
-    def note_attributes(self, owner: Any, depth: int = 2) -> None:
-        """Save the attributes of an object, and what they hold, up to ``depth`` objects deep."""
-        if id(owner) not in self._attributes:
-            before = dict(vars(owner))
-            self._attributes[id(owner)] = owner, before
-            self.note(before.values(), depth - 1)
-
-    def note(self, values: Iterable[Any], depth: int = 1) -> None:
-        """Save the contents of containers, nested ones too, and the attributes of plain objects."""
-        waiting = list(values)
-        while waiting:
-            value = waiting.pop()
-            if isinstance(value, CONTAINERS):
-                if id(value) in self._inside:
-                    continue
-                self._inside[id(value)] = value, copy.copy(value)
-            if isinstance(value, (tuple, *CONTAINERS)):
-                if len(value) <= MAX_LOOKED_THROUGH:
-                    waiting += value.values() if isinstance(value, dict) else value
-            elif depth and _is_plain(value):
-                self.note_attributes(value, depth)
-
-    def restore(self) -> None:
-        """Restore the snapshot where something has changed."""
-        for owner, before in self._attributes.values():
-            now = vars(owner)
-            if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
-                now.clear()
-                now.update(before)
-        for held, contents in self._inside.values():
-            _refill(held, contents)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether this is an object of a class of the user's, of which the attributes are state."""
-    if isinstance(value, NOT_STATE) or not isinstance(getattr(value, "__dict__", None), dict):
-        return False
-    return type(value).__module__.partition(".")[0] not in FOREIGN
-
 
 class WriteLog:
     """A snapshot of the attributes of a model's modules (also of modules in plain lists) and of the
@@ -196,7 +146,7 @@ class WriteLog:
 
     def __init__(self, model: nn.Module, *, structure: bool = False) -> None:
         self._modules: dict[nn.Module, tuple[type, dict[str, Any]]] = {}
-        self._state = PythonState()
+        self.state = PythonState()
         self._memory: list[tuple[Tensor, Tensor]] = []
         self._random: list[tuple[torch.Generator, Tensor]] = []
         waiting = [model]
@@ -212,13 +162,14 @@ class WriteLog:
 
     def _note(self, value: Any) -> None:
         """Save the contents of a container, the state of a generator, the storage of a tensor."""
-        self._state.note((value,))
+        self.state.note((value,))
         if isinstance(value, torch.Generator):
             self._random.append((value, value.get_state()))
         inside = value.values() if isinstance(value, dict) else (value,)
         for tensor in inside:
             if isinstance(tensor, Tensor) and not nn.parameter.is_lazy(tensor):
                 self._memory.append((tensor, tensor.detach()))
+                self.state.note_attributes(tensor)
 
     def restore(self) -> None:
         """Restore the snapshot."""
@@ -231,7 +182,7 @@ class WriteLog:
             for name, value in before.items():
                 if name not in now or now[name] is not value:
                     now[name] = value
-        self._state.restore()
+        self.state.restore()
         for tensor, memory in self._memory:  # x.data = y exchanges the storage of a tensor
             if tensor.layout is torch.strided and _memory(tensor) != _memory(memory):
                 tensor.data = memory
@@ -248,17 +199,6 @@ def _modules_in(value: Any) -> list[nn.Module]:
     return []
 
 
-def _refill(held: Any, before: Any) -> None:
-    """Restore the contents of a container in place, if they have changed."""
-    if held != before if isinstance(held, set) else _identities(held) != _identities(before):
-        held.clear()
-        (held.update if isinstance(held, (dict, set)) else held.extend)(before)
-
-
-def _identities(held: Any) -> list[int]:
-    return list(map(id, (*held, *held.values()) if isinstance(held, dict) else held))
-
-
 @contextmanager
 def restored(model: nn.Module) -> Iterator[Undo]:
     """Restores the model's tensors and its modules' attributes on exit.
@@ -266,12 +206,12 @@ def restored(model: nn.Module) -> Iterator[Undo]:
     Writes to tensors are undone if they happen under the dispatch mode that this yields, which
     ``users_code`` activates on this thread.
     """
-    notes, undo, outer = WriteLog(model), Undo(), _ACTIVE.undo
-    _ACTIVE.undo = undo
+    notes, undo, outer = WriteLog(model), Undo(), (_ACTIVE.undo, _ACTIVE.state)
+    _ACTIVE.undo, _ACTIVE.state = undo, notes.state
     try:
         yield undo
     finally:
-        _ACTIVE.undo = outer
+        _ACTIVE.undo, _ACTIVE.state = outer
         undo.restore()
         if undo.entered:  # else others have changed what has changed
             notes.restore()
@@ -331,7 +271,7 @@ def function_code(node: Any, grads: Any) -> AbstractContextManager[Any]:
     log = _ACTIVE.functions
     if log is None:
         return users_code()
-    log.state.note_attributes(node)
+    log.state.note_function(node)
     undo = _ACTIVE.undo or log.undo
     undo.ignore(grads)
     return undo
