@@ -340,7 +340,9 @@ def _apply(node: Node, grads: Grads) -> Grads:
     if name_of(node) in IDENTITIES:
         outs: Any = (*[None] * (len(node.needs_input_grad) - len(grads)), *grads)
     else:
-        with function_code(node, grads):
+        below: Iterable[Node] = (child for child, _ in edges_of(node))
+        leaves = [child.variable for child in below if type(child) is ACCUMULATE]
+        with function_code(node, grads, leaves):
             outs = type(node).apply(node, *grads)  # not node.apply: see engine_cotangents
     outs = outs if isinstance(outs, tuple) else (outs,)
     needs = node.needs_input_grad

@@ -63,16 +63,13 @@ class PythonState:
             elif depth and _is_plain(value):
                 self.note_attributes(value, depth)
 
-    def note_function(self, node: Any) -> None:
+    def note_function(self, context: Any, leaves: Iterable[Tensor]) -> None:
         """Save the state of a ``torch.autograd.Function``: of its context, of the attributes of its
-        class and of leaves that it is applied to, and what its ``backward`` refers to.
+        class and of the leaves that it is applied to, and what its ``backward`` refers to.
         """
-        self.note_attributes(node)
-        for child, _ in node.next_functions:
-            leaf = getattr(child, "variable", None)
-            if isinstance(leaf, Tensor):
-                self.note_attributes(leaf)
-        kind = getattr(type(node), "_forward_cls", None)
+        for owner in (context, *leaves):
+            self.note_attributes(owner)
+        kind = getattr(type(context), "_forward_cls", None)
         if isinstance(kind, type) and kind not in self._classes:
             own = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
             self._classes[kind] = {k: v for k, v in own.items() if not hasattr(v, "__get__")}

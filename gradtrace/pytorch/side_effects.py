@@ -264,14 +264,16 @@ def note_gradients(leaves: Iterable[Tensor]) -> None:
             _ACTIVE.functions.note_gradients(leaves)
 
 
-def function_code(node: Any, grads: Any) -> AbstractContextManager[Any]:
+def function_code(
+    context: Any, grads: Any, leaves: Iterable[Tensor]
+) -> AbstractContextManager[Any]:
     """The context for the ``backward`` of a ``torch.autograd.Function`` in a pass. ``grads`` are
-    the gradients that it is given, which it may write to.
+    the gradients that it is given, which it may write to; ``leaves``, those it is applied to.
     """
     log = _ACTIVE.functions
     if log is None:
         return users_code()
-    log.state.note_function(node)
+    log.state.note_function(context, leaves)
     undo = _ACTIVE.undo or log.undo
     undo.ignore(grads)
     return undo
