@@ -2,9 +2,9 @@
 
 ``started("ranks", Group(...), ...)`` runs ``ranks.main(names, rank, world, port, folder)`` in every
 process of every group, one group after the other; the store of a group is at its port. Importing
-torch takes a process seconds, more than all that it then does, so ``python launch.py`` imports it
-once and forks. A process ends as any does, with its threads and its handlers; what it prints is
-kept.
+torch takes a process seconds, more than all that it then does, so they are copies of a copy of the
+one that ``fresh`` keeps, which has imported it. A process ends as any does, with its threads and
+its handlers; what it prints is kept.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fresh
 import torch
 import torch.distributed as dist
 
-LONG = 240
-"""Seconds that all groups together may take on a machine that has much else to do."""
+CODE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import launch; launch.run()"
+)
 
 
 class Group(NamedTuple):
@@ -68,17 +70,8 @@ def started(module: str, *groups: Group) -> list[Ended]:
         (each.names, each.world, store.port, str(each.folder))
         for each, store in zip(groups, stores)
     ]
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore::DeprecationWarning", __file__, module, json.dumps(told)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    ) as process:
-        try:
-            codes = json.loads(process.communicate(timeout=LONG)[0])
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    done = fresh.python("-c", CODE, module, json.dumps(told), check=True)
+    codes = json.loads(done.stdout)
     return [Ended(found, each.folder) for found, each in zip(codes, groups)]
 
 
@@ -90,6 +83,7 @@ def copied(module: Any, names: str, rank: int, world: int, port: int, folder: Pa
     process = os.fork()
     if process:
         return process
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for number, kind in ((1, "out"), (2, "err")):
         file = os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -99,8 +93,6 @@ def copied(module: Any, names: str, rank: int, world: int, port: int, folder: Pa
 
 
 def main(module: str, groups: list[Any]) -> list[list[int]]:
-    torch.set_num_threads(1)
-    importlib.import_module("torch._dynamo")  # as optimisers do, for a second or two
     found = importlib.import_module(module)
     found.warm()
     gc.freeze()  # copies share what is here, and do not look through it again
@@ -112,5 +104,10 @@ def main(module: str, groups: list[Any]) -> list[list[int]]:
     return codes
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """All groups, in a session that ends as a whole where it takes too long (``fresh.LONG``)."""
+    os.setsid()
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    warnings.simplefilter("ignore", DeprecationWarning)
+    torch.set_num_threads(1)
     print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))
