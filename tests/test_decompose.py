@@ -138,7 +138,7 @@ def is_first_argument(graph: ScalarGraph, edge: Edge) -> bool:
 EACH = 20
 
 
-@pytest.mark.parametrize("first", range(0, few(200, 2000), EACH))
+@pytest.mark.parametrize("first", range(0, few(100, 2000), EACH))
 def test_random_graphs(first: int) -> None:
     for seed in range(first, first + EACH):
         sample = build(seed, PATHS)
@@ -247,7 +247,7 @@ def test_operators(name: str) -> None:
         check_sums(trace, total, f"operator:{operator}", cut)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", some(ARCHITECTURES, 8))
 def test_architectures(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

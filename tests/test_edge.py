@@ -27,7 +27,7 @@ from gradtrace.recording import record
 from gradtrace.trace import Trace
 from gradtrace.tracing.traced_value import materialise
 
-GRAPHS, EACH = few(200, 2000), 50
+GRAPHS, EACH = few(100, 2000), 50
 
 
 def leaf(*values: float) -> Tensor:

@@ -26,7 +26,7 @@ from gradtrace.measures.mass import Mass, gradient_size
 from gradtrace.semirings import Abs
 from gradtrace.trace import Trace
 
-GRAPHS, EACH = few(200, 2000), 40
+GRAPHS, EACH = few(120, 2000), 40
 POWERS = (1.0, 2.0, 8.0)
 
 
