@@ -20,6 +20,8 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
     """Address of a CPU tensor's first element, for a kernel that accesses memory up to ``reach``
     elements (exclusive) from there.
     """
+    if 0 < reach <= _extent(x) and (found := _pointer(x, dtype)):
+        return found
     if type(x) not in PLAIN and is_wrapper(x):
         _refuse(x, "its elements are not in memory")
     try:
@@ -41,21 +43,35 @@ def address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
 
 
 def quick_address(x: Tensor, dtype: torch.dtype, reach: int) -> int:
-    """``address`` of a contiguous tensor that gradtrace has computed. There may be thousands, so
-    a plausible pointer of a plain tensor is returned without further checks, as in ``on_device``.
-    """
-    if type(x) in PLAIN and x.dtype is dtype and x.is_cpu and not x.is_neg():
-        found = x.data_ptr()
-        if found >= MIN_ADDRESS:
-            return found
-    return address(x, dtype, reach)
+    """``address`` of a contiguous tensor of ``reach`` elements."""
+    return _pointer(x, dtype) or address(x, dtype, reach)
 
 
 def flat(x: Tensor, dtype: torch.dtype, count: int) -> int:
-    """``address`` of a contiguous tensor of ``count`` elements."""
+    """``address`` of a contiguous tensor of ``count`` elements, which is looked at."""
     if x.numel() != count or not x.is_contiguous():
         _refuse(x, f"{count:,} elements side by side were expected")
-    return address(x, dtype, count)
+    return quick_address(x, dtype, count)
+
+
+def _extent(x: Tensor) -> int:
+    """The number of elements from a tensor's first to its last in memory."""
+    if x.is_contiguous():
+        return x.numel()
+    return 1 + sum([(size - 1) * step for size, step in zip(x.shape, x.stride())])
+
+
+def _pointer(x: Tensor, dtype: torch.dtype) -> int:
+    """A plausible address of a plain tensor's first element, 0 if anything is unusual: to look at
+    the memory itself makes Python's object of it, which takes longer than a small kernel.
+    """
+    if type(x) not in PLAIN or x.dtype is not dtype or not x.is_cpu or x.is_neg():
+        return 0
+    try:
+        found = x.data_ptr()
+    except RuntimeError:  # a stand-in of torch.func, which has no memory
+        return 0
+    return found if found >= MIN_ADDRESS else 0
 
 
 MIN_ADDRESS = 1 << 32
