@@ -35,7 +35,6 @@ from gradtrace.measures.conflicts import Conflicts, checked_terms, compared
 from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.recording.replay import recorded
-from gradtrace.recording.sharded import recorder_of
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.trace import Trace
 from gradtrace.types import RULES
@@ -381,7 +380,6 @@ class Session:
 
     def _recorded(self, loss: Tensor, seed: Tensor, *options: Any, **more: Any) -> Program:
         """The program of a loss; the options are those of ``record``."""
-        more["make"] = recorder_of(loss, self.name_table)
         found = recorded(loss, seed, self.name_table, self._hooks, *options, **more)
         RECENT.refresh()
         return found

@@ -302,9 +302,11 @@ class watch(Session, Listener):
         return diagnosed(replace(self._subject(), optimizers=several), loss)
 
     def _unwatched(self, loss: Tensor) -> str:
+        return unwatched(loss, self.name_table, self._names_by_id, self._calls)
+
+    def _names_by_id(self) -> dict[int, str]:
         known = {id(parameter): name for name, parameter in named_parameters(self.model)}
-        known |= {key: names[0] for key, (_, names) in self.name_table.leaves.items()}
-        return unwatched(loss, self.name_table, known, self._calls)
+        return known | {key: names[0] for key, (_, names) in self.name_table.leaves.items()}
 
     def _origin_of(self, loss: Tensor) -> str:
         try:

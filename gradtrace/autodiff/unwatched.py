@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 from torch import Tensor
 
@@ -13,14 +13,17 @@ ADVICE = "run the forward pass inside: with gradtrace.watch(model) as watch: los
 
 
 def unwatched(
-    loss: Tensor, table: NameTable, known: Mapping[int, str], called: Container[str]
+    loss: Tensor,
+    table: NameTable,
+    names: Callable[[], Mapping[int, str]],
+    called: Container[str],
 ) -> str:
     """What of the loss's forward pass ran before the watch was opened or after it was closed.
 
     Args:
         loss: A loss with a graph.
         table: The module calls of the watch.
-        known: The name of each parameter of the model, by id.
+        names: Gives the name of each parameter of the model, by id; called if it is needed.
         called: The names of the modules that were called inside the watch.
 
     Returns:
@@ -31,13 +34,15 @@ def unwatched(
     if table.away or type(root) is ACCUMULATE:
         return ""
     late = _place(root, table) is OUTSIDE
-    seen, leaves = False, dict[str, None]()  # in the order they are met
+    seen, met = False, list[int]()
     for leaf in _not_in_modules(root, table):
-        if leaf is not None and id(leaf.variable) in known:
-            leaves[known[id(leaf.variable)]] = None
+        if leaf is not None:
+            met.append(id(leaf.variable))
         seen = seen or leaf is None
         if seen and not late:
             return ""
+    known = names()
+    leaves = dict.fromkeys(known[each] for each in met if each in known)  # in the order of meeting
     if seen:
         leaves = {name: None for name in leaves if name.rpartition(".")[0] not in called}
     if not leaves:

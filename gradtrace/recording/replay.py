@@ -44,6 +44,7 @@ from gradtrace.recording.record import (
     NodeKind,
     ProgramRecorder,
 )
+from gradtrace.recording.sharded import recorder_of
 from gradtrace.types import Shape
 
 T = TypeVar("T")
@@ -475,14 +476,10 @@ def recorded(
     opaque: bool = False,
     keep: int = 0,
     bare: bool = False,
-    make: Callable[..., ProgramRecorder] = ProgramRecorder,
 ) -> Program:
     """The simplified program of a loss, replayed if a loss of its structure was recorded before;
     the options are those of ``record``.
     """
-    options = (loss, seed, name_table, watch, order, limit, opaque, keep, bare, make)
-    if bare or make is not ProgramRecorder:
-        return simplified(recording.record(*options))
     clear_since = watch.clear_since()
     settings = recording.DEFER_MIN_ELEMENTS, backend_of(seed).synchronises
     key = (order, limit, opaque, settings, *_signature(loss))
@@ -491,9 +488,15 @@ def recorded(
         replay.check(seed, keep)
         return replay.program(loss, seed, name_table, clear_since)
 
-    program, reason = RECORDINGS.replayed(key, Replay, attempt)
+    program, reason = None, ""
+    if not bare and name_table.sharded is None:
+        program, reason = RECORDINGS.replayed(key, Replay, attempt)
     if program is not None:
-        return program
+        return program  # of the same types of nodes, so that there are no DTensors to look for
+    make = recorder_of(loss, name_table)
+    options = (loss, seed, name_table, watch, order, limit, opaque, keep, bare, make)
+    if bare or make is not ProgramRecorder:
+        return simplified(recording.record(*options))
     kept: list[Replay | str] = []
 
     def done(recorder: ProgramRecorder, raw: Program) -> None:
