@@ -608,3 +608,11 @@ def test_a_run_as_a_plot() -> None:
         found.plot("los")
     plt = pytest.importorskip("matplotlib.pyplot")
     plt.close("all")
+
+
+def test_the_first_step_has_no_cost_yet(tmp_path: Path) -> None:
+    """There was no training time to compare with: the table leaves it out, and says no infinity."""
+    first = StepRecord(0, 1.0, None, seconds=0.1, share=math.inf)
+    found = history.History({}, (first,))
+    assert repr(found).startswith("History(1 traced step of")
+    assert "inf" not in str(found.table())

@@ -4,17 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradtrace.autodiff import hooks, nodes
 from gradtrace.autodiff.backward import GradientWalk, seed_of
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
-from gradtrace.autodiff.nodes import ACCUMULATE, REFUSED, Edges, Node, name_of, sequence_of
+from gradtrace.autodiff.nodes import (
+    ACCUMULATE,
+    REFUSED,
+    Edges,
+    Grads,
+    Node,
+    name_of,
+    sequence_of,
+)
 from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.traversal import walk
 from gradtrace.diagnosis.forward_record import Extent, extent_of
+
+
+class HookedWalk(GradientWalk):
+    """A backward pass that notes where hooks make nothing but zeros of a gradient."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.stopped: set[Node] = set()
+
+    def _call_with_hooks(self, node: Node, grads: Grads) -> Grads:
+        if node._sequence_nr() >= self.clear_since:
+            return super()._call_with_hooks(node, grads)
+        ready = hooks.before(node, grads)
+        outs = nodes.call_ready(node, ready)
+        done = hooks.after(node, outs, ready)
+        for first, last in ((grads, ready), (outs, done)):
+            if first is not last and _any(first) and not _any(last):
+                self.stopped.add(node)
+        return done
+
+
+def _any(grads: Grads) -> bool:
+    return any(grad is not None and bool(grad.any()) for grad in grads)
 
 
 @dataclass(eq=False)
@@ -32,6 +65,7 @@ class BackwardSizes:
     leaves: dict[int, tuple[Node, Tensor]] = field(default_factory=dict)  # by id: node, gradient
     empty: set[Node] = field(default_factory=set)  # what reached them has no elements
     closed: list[Node] = field(default_factory=list)
+    stopped: set[Node] = field(default_factory=set)  # at which hooks make zeros of a gradient
     failure: str = ""
     error: Exception | None = None
     failed: Node | None = None  # where
@@ -66,7 +100,8 @@ def backward_sizes(loss: Tensor, name_table: NameTable, watch: HookWatch) -> Bac
     """Run a backward pass and measure it. An error in it ends it, and is kept as ``failure``."""
     found = BackwardSizes()
     seed = seed_of(loss, None if loss.numel() == 1 else torch.ones_like(loss))
-    state = GradientWalk(loss, seed, name_table, watch)
+    state = HookedWalk(loss, seed, name_table, watch)
+    found.stopped = state.stopped
 
     def visit(node: Node, edges: Edges) -> None:
         found.edges[node] = edges

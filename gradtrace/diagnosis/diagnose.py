@@ -174,6 +174,8 @@ class Diagnoser:
                 cause = self._missing(name, parameter)
             elif reached is not None and sizes.is_zero(reached[0]):
                 cause = nil.cause(name, reached[0])
+            elif reached is not None and not bool(reached[1].any()):
+                cause = zeros.stopped_by_hook(name, sizes.largest(reached[0]))
             if cause is not None:
                 yield cause
 

@@ -59,15 +59,16 @@ def _line(operation: Operation | None) -> str:
 
 
 def _writer(record: ForwardRecord, operation: Operation) -> Operation | None:
-    """The operation that first changed, in place, what another one took or gave."""
+    """The operation that first changed, in place, what another one before it took or gave."""
     own = {*operation.inputs, *operation.outputs}
+    since = max((record.makers.get(value, -1) for value in operation.outputs), default=-1)
     later = (
         record.makers.get(value)
         for _, values in record.tensors.values()
         for before, value in pairwise(values)
         if before in own
     )
-    numbers = [number for number in later if number is not None]
+    numbers = [number for number in later if number is not None and number > since]
     return record.operations[min(numbers)] if numbers else None
 
 

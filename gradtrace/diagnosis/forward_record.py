@@ -387,6 +387,8 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> None:
         record = self.record
         where = place(sys._getframe(2), functions=not torch.is_grad_enabled())
+        if name in _SHAPE_ONLY:
+            given, needs = [], False
         inputs = self._inputs(given, changed, numbers)
         outputs = [*map(record.make, fresh), *map(record.write, changed)]
         made = (*fresh, *changed)
@@ -542,6 +544,13 @@ _QUIET = frozenset(
     ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "__len__", "__repr__")
     + ("__format__", "__bool__", "__hash__", "requires_grad_", "get_device", "is_contiguous")
 )
+
+
+_SHAPE_ONLY = frozenset(
+    ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
+    + ("randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+)
+"""Functions that take the shape of a tensor, and not its values."""
 
 
 def _version(tensor: Tensor) -> int:

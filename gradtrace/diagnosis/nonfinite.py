@@ -29,8 +29,8 @@ ADVICE = {
     "large finite number.",
     "exp expm1 exp2 sinh cosh logsumexp": "keep the argument small (below 88 in float32, 11 in "
     "float16), or compute in logarithms: logsumexp, log_softmax, softplus.",
-    "cross_entropy nll_loss mean": "a mean over nothing is NaN: are all targets ignore_index, or "
-    "the batch empty?",
+    "cross_entropy nll_loss mean": "a mean over nothing is NaN: are all targets ignore_index, "
+    "all weights 0, or the batch empty?",
     "acos asin atanh acosh": "keep the argument inside of its range: x.clamp(-1 + 1e-6, 1 - 1e-6).",
 }
 """What to do, by the names of operators."""

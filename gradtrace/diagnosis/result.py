@@ -40,6 +40,7 @@ class Reason(str, Enum):
     NOT_SELECTED = "not selected"
     NO_SAMPLES = "got no samples"
     UNDERFLOW = "underflow"
+    HOOK = "a hook returns zeros"
     CANCELLED = "contributions cancel"
 
     def __str__(self) -> str:

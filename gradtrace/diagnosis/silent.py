@@ -28,8 +28,8 @@ ADVICE = {
     "returns the value that you mean.",
     Reason.CHECKPOINT: "pass use_reentrant=False to torch.utils.checkpoint.checkpoint.",
     Reason.FUNCTION: "return a gradient for this argument from the function's backward.",
-    Reason.CUT: "look for detach(), no_grad and values that are not returned between this module "
-    "and the loss.",
+    Reason.CUT: "look for nn.Parameter(x), detach(), no_grad and values that are not returned, "
+    "between this module and the loss.",
 }
 """What to do about each reason that no gradient arrives."""
 
@@ -88,8 +88,10 @@ class CutFinder:
         ]
         found = next((each for each in on_path if each.cuts(self._above)), None)
         if found is None:
-            inner = next((each for each in on_path if each.off), on_path[-1] if on_path else None)
-            return _blamed(name, module, Reason.FUNCTION, inner)
+            inner = next((each for each in on_path if each.off), None)
+            if inner is not None:
+                return _blamed(name, module, Reason.FUNCTION, inner)
+            return _blamed(name, module, Reason.CUT, on_path[0] if on_path else None)
         return _blamed(name, module, _reason(found), found)
 
     def _carried(self, values: Iterable[int]) -> bool:
@@ -109,6 +111,8 @@ class CutFinder:
         exits = [operation for operation in uses if operation.name in EXITS]
         ends = [each for each in uses if not self.record.uses(each.outputs)]
         read = [op for op in exits if op.name in ENTRIES or (op.inside and op in ends)]
+        if not read and not self.graph and exits:  # the loss is a number that was read
+            read = exits[-1:]
         if read:
             return _blamed(name, module, Reason.DETACHED, read[0])
         also = f"; its values are read by {shown(exits[0])}, {exits[0].line}" if exits else ""
@@ -151,5 +155,6 @@ def _blamed(name: str, module: str, reason: Reason, operation: Operation | None)
         if operation.name in EXITS
         else f"The input of {shown(operation)} requires grad, its output does not.",
     }
+    said[Reason.CUT] = f"What {shown(operation)} makes of it goes on as a new leaf."
     line = str(operation.line or "")
     return SilentParameter(name, module, reason, line, operation.name, said.get(reason, ""))

@@ -52,6 +52,8 @@ ADVICE = {
     "samples: a router's bias, a mask, a condition.",
     Reason.UNDERFLOW: "scale the loss (torch.amp.GradScaler), or use bfloat16, whose range is that "
     "of float32.",
+    Reason.HOOK: "look at what register_hook or register_full_backward_hook was called with there; "
+    "a hook that returns None leaves the gradient as it is.",
     Reason.CANCELLED: "usually none: what reaches it adds up to 0.",
 }
 """What to do about each reason that the gradient is 0."""
@@ -141,6 +143,8 @@ class ZeroFinder:
         kind = kind_of(node)
         if node in self.sizes.empty:
             return Reason.NO_SAMPLES
+        if node in self.sizes.stopped:
+            return Reason.HOOK
         if self._faint(node, child):
             return Reason.UNDERFLOW
         if "Softmax" in kind and all(x.shape[-1:] == (1,) for x in self.sizes.size[node]):
@@ -188,6 +192,8 @@ class ZeroFinder:
         if reason is Reason.NO_SAMPLES:
             return f"{where} was run on an empty tensor: nothing was handed to this part."
         reached = f"A gradient of up to {self.sizes.largest(node):.2g} reaches {where}"
+        if reason is Reason.HOOK:
+            return f"{reached}, where a hook makes nothing but zeros of it."
         if operation is None or self.record is None:
             return f"{reached}, and it hands on exactly 0."
         if reason is Reason.ZERO_FACTOR:
@@ -196,8 +202,16 @@ class ZeroFinder:
             return f"{reached}, and it hands on exactly 0{_padded(node)}."
         extents = [self.record.extent(value) for value in operation.inputs]
         known = [each for each in extents if each is not None]
-        ranges = f", whose input lies in {known[0]}" if known else ""
+        at = "is" if known and known[0].low == known[0].high else "lies in"
+        ranges = f", whose input {at} {known[0]}" if known else ""
         return f"{reached}{ranges}, and it hands on exactly 0."
+
+
+def stopped_by_hook(name: str, largest: float) -> SilentParameter:
+    """A parameter with a hook of its own that makes zeros of its gradient."""
+    evidence = f"A hook on the parameter makes zeros of its gradient, of up to {largest:.2g}."
+    module = name.rpartition(".")[0]
+    return SilentParameter(name, module, Reason.HOOK, operator="hook", evidence=evidence)
 
 
 def _padded(node: Node) -> str:

@@ -177,7 +177,10 @@ class History(Summarised):
             TextColumn("cost", "share"),
             TextColumn("verdict"),
         )
-        rows = tuple((r.step, r.loss, r.seconds, r.share, r.verdict) for r in self.records)
+        rows = tuple(  # at the first step there was no training time yet
+            (r.step, r.loss, r.seconds, None if math.isinf(r.share) else r.share, r.verdict)
+            for r in self.records
+        )
         return TextTable(repr(self), columns, rows, self.notes)
 
     def to_pandas(self) -> Any:
@@ -236,7 +239,8 @@ class History(Summarised):
 
     def __repr__(self) -> str:
         state = "running" if self.running else "ended"
-        return f"History({len(self.records):,} traced steps of {(self.last or 0) + 1:,}, {state})"
+        many = "step" if len(self.records) == 1 else "steps"
+        return f"History({len(self.records):,} traced {many} of {(self.last or 0) + 1:,}, {state})"
 
 
 # Reading ------------------------------------------------------------------------------------------

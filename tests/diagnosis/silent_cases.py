@@ -580,3 +580,70 @@ def boolean_mask_without_a_hit() -> Any:
         return F.cross_entropy(model.head(torch.ones(5, 6) + h.sum()), y)
 
     return model, step
+
+
+# Hooks, copies, numbers --------------------------------------------------------------------------
+
+
+@case("a hook returns zeros", "enc")
+def hook_on_an_activation() -> Any:
+    def between(h: Tensor) -> Tensor:
+        h = h.relu()  # HERE
+        h.register_hook(lambda gradient: gradient * 0)
+        return h
+
+    return training(Net(between))
+
+
+@case("a hook returns zeros", "enc", line=False)
+def hook_on_a_parameter() -> Any:
+    model = Net(torch.tanh)
+    for parameter in model.enc.parameters():
+        parameter.register_hook(torch.zeros_like)
+    return training(model)
+
+
+@case("cut off", "scale")
+def wrapped_as_a_parameter_again() -> Any:
+    class Wrapping(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Linear(6, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.scale.weight * 2  # HERE
+            return self.head(self.enc(x) * nn.Parameter(scale))
+
+    return training(Wrapping())
+
+
+@case("output detached", "enc")
+def memory_of_another_shape() -> Any:
+    def between(h: Tensor) -> Tensor:
+        empty = torch.zeros_like(h)
+        empty.data = h.data  # HERE
+        return empty
+
+    return training(Net(between))
+
+
+@case("output detached", "enc", "head")
+def losses_added_up_as_numbers() -> Any:
+    model = Net(torch.tanh)
+    x, y = data()
+
+    def step() -> Tensor:
+        total = 0.0
+        for n in range(2):
+            total += F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]).item()  # HERE
+        return torch.tensor(total, requires_grad=True)
+
+    return model, step
+
+
+@case("softmax over one class", "enc", "head", line=False)
+def one_output_for_several_classes() -> Any:
+    model = Net(torch.tanh)
+    model.head = nn.Linear(6, 1)
+    x, _ = data()
+    return model, lambda: F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long))

@@ -187,6 +187,17 @@ def test_a_backward_pass_that_fails_is_a_finding() -> None:
     assert "# HERE" in finding.line and "out of place" in finding.advice
 
 
+def test_what_overwrites_comes_after_what_needs_it() -> None:
+    model = Net()
+    with gt.watch(model) as watch:
+        h = model.enc(data()[0]).sigmoid()
+        torch.relu_(h)
+        h += 1  # HERE
+        loss = model.head(h).sum()
+    (finding,) = watch.diagnose(loss).findings
+    assert "# HERE" in finding.line and "gradient of relu_()" in finding.evidence, finding
+
+
 def test_a_loss_whose_graph_is_gone_is_no_fault_of_the_model() -> None:
     model, step = HEALTHY["dropout"]()
     with gt.watch(model) as watch:
