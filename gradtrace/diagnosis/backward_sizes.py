@@ -35,7 +35,8 @@ class HookedWalk(GradientWalk):
         self.stopped: set[Node] = set()
 
     def _call_with_hooks(self, node: Node, grads: Grads) -> Grads:
-        if node._sequence_nr() >= self.clear_since:
+        number = sequence_of(node)
+        if number is None or number >= self.clear_since:
             return super()._call_with_hooks(node, grads)
         ready = hooks.before(node, grads)
         outs = nodes.call_ready(node, ready)
