@@ -230,8 +230,11 @@ def test_overflow_of_a_sum_is_no_infinity() -> None:
 @both
 def test_complex_losses(ask: Callable[..., Any]) -> None:
     x = torch.ones(2, dtype=torch.complex64, requires_grad=True)
-    with pytest.raises(Unsupported, match=r"loss is complex.*real part"):
-        ask((x * 1j).sum())
+    real = torch.ones(2, requires_grad=True)
+    for loss in ((x * 1j).sum(), (real * 1j).sum(), real * 1j):
+        for wanted in (ask, gt.trace):
+            with pytest.raises(Unsupported, match=r"loss is complex.*real part"):
+                wanted(loss)
 
 
 def test_complex_leaves() -> None:

@@ -25,10 +25,7 @@ RECENT = HookWatch()
 
 def seed_of(loss: Tensor, cotangent: Tensor | None) -> Tensor:
     """The cotangent of the loss: 1, or the caller's ``cotangent`` if the loss is not a scalar."""
-    if loss.is_complex():
-        raise Unsupported(
-            "the loss is complex, so it has no gradient to follow; take its real part or magnitude"
-        )
+    nodes.refuse_complex(loss)
     if cotangent is not None:
         if not isinstance(cotangent, Tensor):
             raise NotScalar(

@@ -26,7 +26,7 @@ from gradtrace.pytorch.fsdp import all_gathered, unwatched
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 
 LOSS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
-"""Dtypes that a loss may have; ``seed_of`` refuses complex ones with its own message."""
+"""Dtypes that a loss may have."""
 
 
 @contextmanager
@@ -92,7 +92,8 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
             "no gradient to follow; materialise the model (model.to_empty(device='cpu') and load "
             "its weights), and run the forward pass again"
         )
-    if loss.dtype not in LOSS_DTYPES and not loss.is_complex():
+    nodes.refuse_complex(loss)
+    if loss.dtype not in LOSS_DTYPES:
         raise Unsupported(
             f"the loss is of {loss.dtype}, which PyTorch cannot compute gradients in; convert it "
             "(loss.float()) where it is made"

@@ -57,6 +57,14 @@ def root_of(loss: object) -> Node:
     return loss.grad_fn
 
 
+def refuse_complex(loss: Tensor) -> None:
+    """Raise an error if the loss is complex."""
+    if loss.is_complex():
+        raise Unsupported(
+            "the loss is complex, so it has no gradient to follow; take its real part or magnitude"
+        )
+
+
 def slot_of(loss: Tensor) -> int:
     """Which output of its node ``loss`` is."""
     return int(loss.output_nr)

@@ -11,7 +11,7 @@ import copy
 import dis
 from collections import deque
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -134,7 +134,7 @@ def held_in(code: FunctionType) -> list[tuple[CellType, Any]]:
     return found
 
 
-@cache
+@lru_cache(1024)
 def assigned(code: CodeType) -> frozenset[str]:
     """The global variables that code assigns to."""
     found = dis.get_instructions(code)
