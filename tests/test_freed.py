@@ -368,3 +368,28 @@ def test_nothing_waits_for_the_collector(case: str, tmp_path: Path) -> None:
     assert storage.expired()
     gc.collect()
     assert [type(thing) for thing in gc.garbage if ours(thing)] == []
+
+
+def test_functions_that_are_made_in_a_forward_pass() -> None:
+    """Their classes, and what these refer to, are kept by nothing that lasts."""
+
+    def rounded(x: Tensor) -> tuple[Tensor, StorageWeakRef]:
+        values = x.detach().round()
+
+        class Rounded(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return values.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return grad
+
+        return Rounded.apply(x), ref(values)  # type: ignore[no-untyped-call]
+
+    h, values = rounded(net()(torch.randn(5, 4)))
+    gt.trace(h.square().sum()).influence()
+    gt.backward(h.square().sum(), gt.semirings.MAX)
+    del h
+    gc.collect()  # a class lies in a cycle
+    assert values.expired()

@@ -299,14 +299,18 @@ class Facts(NamedTuple):
 
 
 FACTS: dict[type, Facts] = {}
+_PYTHON = Facts(python=True, multi_output=True, conform_at=None)
 
 
 def learn(kind: type) -> Facts:
-    """Compute ``Facts`` of a type of node, and store them in ``FACTS``."""
-    python = issubclass(kind, torch.autograd.function.BackwardCFunction)
+    """Compute ``Facts`` of a type of node, and store them in ``FACTS``; not those of a
+    ``torch.autograd.Function``, which may be made anew in each forward pass, and hold tensors.
+    """
+    if issubclass(kind, torch.autograd.function.BackwardCFunction):
+        return _PYTHON
     name = kind.__name__
-    conform_at = None if python else EXACT.get(name)
-    FACTS[kind] = facts = Facts(python, conform_at is None or name in MULTI_OUTPUT, conform_at)
+    conform_at = EXACT.get(name)
+    FACTS[kind] = facts = Facts(False, conform_at is None or name in MULTI_OUTPUT, conform_at)
     return facts
 
 
