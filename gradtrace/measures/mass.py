@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -257,13 +257,14 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
     precise = exact(*semiring.weigh(program.seed))  # here once, and not at every product
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY), precise:
         found = finitely(program, measured)
-    leaves = [
-        _Leaf(v, entries.may[v] & ~owned[v], entries.mixed(v) & ~owned[v]) for v in found[0].leaves
-    ]
-    rows = tuple(
-        MassRow(component.name, _moments(2 << k, found, entries, leaves))
-        for k, component in enumerate(chosen.components)
-    )
+    runs = [(each, entries, _Eligible.of(each, entries, owned)) for each in found]
+
+    def moments(bit: int) -> Moments:
+        pairs = [_through(bit, *run) for run in runs]
+        return Moments.whole([t for t, _ in pairs], [e for _, e in pairs], found[0].power)
+
+    names = [component.name for component in chosen.components]
+    rows = tuple(MassRow(name, moments(2 << k)) for k, name in enumerate(names))
     masses = sum(sum(each.leaves.values()) for each in found)
     total = as_float(in_units(masses, found[0].power))
     return Mass(rows, float(p), traced.pairs, total, traced.notes)
@@ -363,33 +364,35 @@ def _seeds(traced: TracedProgram) -> Iterator[Tensor]:
         yield torch.zeros_like(seed).index_fill(0, chosen, 1)
 
 
-class _Leaf(NamedTuple):
-    """A leaf, and the components outside which it is that any, and that only some, of its paths
-    pass (bits).
+class _Eligible(NamedTuple):
+    """Of the masses of one loss, those of leaves that are alike: by the components outside which
+    they are that any of their paths pass (bits). ``mixed``: those that only some paths of a leaf
+    pass.
     """
 
-    value: int
-    may: int
+    masses: dict[int, int]
     mixed: int
 
+    @classmethod
+    def of(cls, found: PathMass, entries: Entries, owned: Mapping[int, int]) -> _Eligible:
+        """The leaves of a run; ``owned`` are the components that each belongs to."""
+        masses: dict[int, int] = {}
+        mixed = 0
+        for leaf, mass in found.leaves.items():
+            may = entries.may[leaf] & ~owned[leaf]
+            masses[may] = masses.get(may, 0) + mass
+            mixed |= entries.mixed(leaf) & ~owned[leaf]
+        return cls(masses, mixed)
 
-def _moments(
-    bit: int, found: Sequence[PathMass], entries: Entries, leaves: Sequence[_Leaf]
-) -> Moments:
-    pairs = [_through(bit, each, entries, leaves) for each in found]
-    return Moments.whole([t for t, _ in pairs], [e for _, e in pairs], found[0].power)
 
-
-def _through(
-    bit: int, found: PathMass, entries: Entries, leaves: Sequence[_Leaf]
-) -> tuple[int, int]:
+def _through(bit: int, found: PathMass, entries: Entries, alike: _Eligible) -> tuple[int, int]:
     """The mass through a component, and that which could pass through it."""
-    eligible = sum([found.leaves[leaf] for leaf, may, _ in leaves if may & bit])
-    if not any(mixed & bit for _, _, mixed in leaves):
+    eligible = sum([mass for may, mass in alike.masses.items() if may & bit])
+    if not alike.mixed & bit:
         return eligible, eligible  # all of its paths pass
     k = bit.bit_length() - 1
     if bit & entries.avoided:
-        through = eligible - sum([found.avoiding.get((k, leaf), 0) for leaf, _, _ in leaves])
+        through = eligible - sum([found.avoiding.get((k, leaf), 0) for leaf in found.leaves])
     else:
         through = found.entered.get(k, 0)
     return min(max(through, 0), eligible), eligible
