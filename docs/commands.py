@@ -32,7 +32,7 @@ def shown(*command: str) -> str:
     """What ``--help`` prints, on a terminal of 92 columns, without boxes and colours."""
     from gradtrace.cli import app
 
-    width = {"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": str(WIDTH), "NO_COLOR": "1"}
+    width = {"COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     with mock.patch.dict(os.environ, width), mock.patch("typer.rich_utils.MAX_WIDTH", WIDTH):
         done = CliRunner().invoke(app, [*command, "--help"], prog_name="gradtrace")
     if done.exit_code:

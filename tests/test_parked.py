@@ -304,6 +304,8 @@ def test_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     program = problem().program
     before = memory.streaming(program)
     monkeypatch.setattr(memory, "workspace", lambda map_, backend: 1000)
+    program.facts.streaming_bytes.clear()
     assert memory.streaming(program) == before  # on the CPU nobody asks
     use(monkeypatch, Cuda(GPU))
+    program.facts.streaming_bytes.clear()
     assert memory.streaming(program) == before + 1000
