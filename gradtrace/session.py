@@ -344,12 +344,12 @@ class Session:
         (tensor([[-15.,  40.]], dtype=torch.float64), 0.0)
         """
         function = not isinstance(scalar, Tensor) and callable(scalar)
-        checked(inputs, rule, integrated, function, tokens)
+        checked(inputs, rule, integrated, function, baseline, tokens)
         if not function:
-            assert isinstance(scalar, Tensor)
-            trace = self._input_tracer().trace(scalar, inputs, rule)
-            self._warn_of_unwatched(scalar, 2)
-            return of_scalar(scalar, inputs, trace, rule, tokens or {})
+            number = cast("Tensor", scalar)  # anything else is refused by ``trace``
+            trace = self._input_tracer().trace(number, inputs, rule)
+            self._warn_of_unwatched(number, 2)
+            return of_scalar(number, inputs, trace, rule, tokens or {})
         run = cast("Callable[..., Tensor]", scalar)
         given = (run, inputs, self._trace_at(run, rule))
         if integrated is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from typing import Any
 
 import pytest
@@ -235,6 +237,82 @@ def test_components_add_up(integrated: int | None) -> None:
     assert len(routes) == 3 and all(path.name == "tokens" for path in routes)
 
 
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_heads_of_a_decoder_that_inputs_do_not_reach(name: str) -> None:
+    """The first self-attention of a decoder does not depend on what the encoder reads: its heads
+    have score 0, and the others theirs. Checked against the part of the gradient in each head.
+    """
+    model, loss_of = in_float64(name)
+    model.eval()
+    projections = [
+        n for n, _ in model.named_modules() if re.search(r"ttn\.out_proj$|ttention\.o$", n)
+    ]
+    joined: dict[str, Tensor] = {}
+    seen: list[Tensor] = []
+    hooks = [
+        model.get_submodule(n).register_forward_pre_hook(
+            lambda _, given, n=n: joined.update({n: given[0]})
+        )
+        for n in projections
+    ]
+    module = model.get_submodule(EMBEDDINGS[name])
+    hooks.append(module.register_forward_hook(lambda _, __, out: seen.append(out)))
+    with gt.watch(model) as watch:
+        loss = loss_of(model)
+    for hook in hooks:
+        hook.remove()
+    found = {row[0]: row[1] for row in watch.attribute(loss, {"tokens": seen[0]}).by("heads").rows}
+    assert len(found) == 2 * len(projections)
+    for (_, score), (n, head) in zip(found.items(), product(projections, range(2))):
+        (grad,) = torch.autograd.grad(loss, joined[n], retain_graph=True)
+        part = torch.zeros_like(grad).unflatten(-1, (2, -1))
+        part[..., head, :] = grad.unflatten(-1, (2, -1))[..., head, :]
+        (back,) = torch.autograd.grad(
+            joined[n], seen[0], part.flatten(-2), retain_graph=True, allow_unused=True
+        )
+        want = 0.0 if back is None else float((back * seen[0].detach()).sum())
+        assert score == pytest.approx(want, rel=1e-9, abs=1e-12)
+    assert 0.0 in found.values() and any(found.values())
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_steps_of_an_input(layer: type[nn.RNNBase]) -> None:
+    """They are known by weights, which are no leaves of an attribution. What enters at time t
+    or before passes step t.
+    """
+    torch.manual_seed(0)
+    model = layer(3, 4).double()
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    with gt.watch(model, composed=True) as watch:
+        scalar = model(x)[0][-1].sum()
+    found = watch.attribute(scalar, {"x": x})
+    (grad,) = torch.autograd.grad(scalar, x)
+    want = (grad * x.detach()).sum(-1).cumsum(0).tolist()
+    assert [row[1] for row in found.by("steps").rows] == pytest.approx(want)
+
+
+def test_experts_of_an_input_are_those_of_its_own_routing() -> None:
+    """Two inputs of one shape that go to different experts: nothing is kept of the first."""
+    torch.manual_seed(0)
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts, self.weight = 3, nn.Parameter(torch.randn(3, 4, 4).double())
+
+        def forward(self, x: Tensor, expert: int) -> Tensor:
+            return x @ self.weight[expert]
+
+    model, x = Experts(), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    for expert in (0, 2):
+        with gt.watch(model) as watch:
+            scalar = model(x, expert).sum() + x.sum()
+        found = watch.attribute(scalar, {"x": x})
+        scores = [row[1] for row in found.by("experts").rows]
+        want = float((x @ model.weight[expert]).sum().detach())
+        assert scores == pytest.approx([want * (n == expert) for n in range(3)])
+
+
 def test_inputs_keep_their_names() -> None:
     """Also inputs that are no leaves, as arguments of sums and in paths."""
     torch.manual_seed(0)
@@ -311,6 +389,38 @@ def test_half_precision_and_pandas() -> None:
             lambda w, x: w.attribute(torch.sum, {"x": x}, integrated=0),
             GradtraceError,
             "from 1 on",
+        ),
+        (lambda w, x: w.attribute(3.0, {"x": x}), NoGraph, "got float"),
+        (lambda w, x: w.attribute(x.sum(), {"x": x, "y": x}), GradtraceError, "the same tensor"),
+        (
+            lambda w, x: w.attribute(lambda x: x * 2, {"x": x}, integrated=4),
+            NotScalar,
+            "takes one number",
+        ),
+        (
+            lambda w, x: w.attribute(lambda x: x.sum().item(), {"x": x}, integrated=4),
+            GradtraceError,
+            "without .item()",
+        ),
+        (
+            lambda w, x: w.attribute(torch.sum, {"x": x}, integrated=4, baseline={"X": x}),
+            UnknownName,
+            "there is no input 'X'",
+        ),
+        (
+            lambda w, x: w.attribute(torch.sum, {"x": x}, integrated=4, baseline=x),
+            GradtraceError,
+            "takes the names of inputs",
+        ),
+        (
+            lambda w, x: w.attribute(torch.sum, {"x": x}, integrated=4, baseline={"x": x[:2]}),
+            GradtraceError,
+            r"shape \(2,\), and the input \(3,\)",
+        ),
+        (
+            lambda w, x: w.attribute(torch.sum, {"x": x}, baseline={"x": x}),
+            GradtraceError,
+            "where integration starts",
         ),
         (
             lambda w, x: w.attribute(x.sum(), {"x": x}, tokens={"y": "ab"}),

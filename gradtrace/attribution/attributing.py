@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.attribution.input_recorder import one_number
 from gradtrace.attribution.result import MEANINGS, Attribution
 from gradtrace.attribution.token_scores import Recording, token_rows
-from gradtrace.errors import GradtraceError, NonFinite, UnknownName, not_one_of
+from gradtrace.errors import GradtraceError, NonFinite, UnknownName, did_you_mean, not_one_of
 from gradtrace.trace import Trace
 
 Tokens = Mapping[str, Sequence[str]]
@@ -52,7 +53,7 @@ def of_function(
             yield Recording(trace_at(at), 1 / points)
 
     with torch.no_grad():
-        value = float(function(*ends.values())) - float(function(*starts.values()))
+        value = _number(function(*ends.values())) - _number(function(*starts.values()))
     return _attribution(recordings, directions, value, rule, points, tokens)
 
 
@@ -81,6 +82,16 @@ def _attribution(
     return Attribution(rows, scores, directions, value, rule, points, unreached, recordings)
 
 
+def _number(result: Any) -> float:
+    """What a function returned, as a number; an error for anything but one."""
+    if not isinstance(result, Tensor):
+        raise GradtraceError(
+            f"the function of the inputs returned a {type(result).__name__}, not a tensor: return "
+            "a logit, a difference of logits, or a loss, without .item()"
+        )
+    return float(one_number(result).detach())
+
+
 def _baseline(name: str, x: Tensor, baseline: Mapping[str, Tensor] | None) -> Tensor:
     """Where the line to an input begins: at 0, if nothing else is given."""
     given = (baseline or {}).get(name)
@@ -90,13 +101,37 @@ def _baseline(name: str, x: Tensor, baseline: Mapping[str, Tensor] | None) -> Te
 
 
 def checked(
-    inputs: Any, rule: str, integrated: int | None, function: bool, tokens: Tokens | None
+    inputs: Any,
+    rule: str,
+    integrated: int | None,
+    function: bool,
+    baseline: Any,
+    tokens: Any,
 ) -> None:
     """Raise for what cannot be attributed, before anything is computed."""
     if rule not in MEANINGS:
         raise UnknownName(not_one_of("rule", rule, tuple(MEANINGS)))
+    _check_inputs(inputs, function)
+    if tokens is not None:
+        _check_names("tokens", tokens, inputs)
+    if baseline is not None:
+        _check_baseline(baseline, inputs, integrated)
+    if integrated is None:
+        return
+    if not isinstance(integrated, int) or isinstance(integrated, bool) or integrated < 1:
+        raise GradtraceError(f"integrated is a number of points from 1 on, not {integrated!r}")
+    if not function:
+        raise GradtraceError(
+            "integrated gradients need the scalar at other inputs: pass a function of the inputs, "
+            "such as lambda tokens: model(inputs_embeds=tokens).logits[0, -1, 5]"
+        )
+
+
+def _check_inputs(inputs: Any, function: bool) -> None:
+    """Inputs are different tensors by name that can have a gradient."""
     if not isinstance(inputs, Mapping) or not inputs:
         raise GradtraceError('attribute takes inputs by name: inputs={"tokens": embeddings}')
+    first: dict[int, str] = {}
     for name, tensor in inputs.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise GradtraceError(f"inputs[{name!r}] is a {type(tensor).__name__}, not a tensor")
@@ -110,14 +145,36 @@ def checked(
                 f"input {name!r} does not require grad; call {name}.requires_grad_() before the "
                 "forward pass, or name the output of a layer, such as the embedding's"
             )
-    if tokens is not None and (unknown := [name for name in tokens if name not in inputs]):
-        raise UnknownName(f"tokens are given for {unknown[0]!r}, which is no input")
+        other = first.setdefault(id(tensor), name)
+        if other != name and not function:
+            raise GradtraceError(
+                f"inputs {other!r} and {name!r} are the same tensor, whose score cannot be divided "
+                f"between them; name it once, or call the model with {other}.clone() in one place"
+            )
+
+
+def _check_names(what: str, given: Any, inputs: Mapping[str, Tensor]) -> None:
+    """Tokens and baselines are given by the names of inputs."""
+    if not isinstance(given, Mapping):
+        name = next(iter(inputs))
+        raise GradtraceError(f"{what} takes the names of inputs: {what}={{{name!r}: ...}}")
+    if unknown := [name for name in given if name not in inputs]:
+        names = did_you_mean(str(unknown[0]), inputs)
+        raise UnknownName(f"{what}[{unknown[0]!r}]: there is no input {unknown[0]!r}{names}")
+
+
+def _check_baseline(baseline: Any, inputs: Mapping[str, Tensor], integrated: int | None) -> None:
+    """A baseline has the shape of its input, or one that expands to it; it is for integration."""
     if integrated is None:
-        return
-    if not isinstance(integrated, int) or isinstance(integrated, bool) or integrated < 1:
-        raise GradtraceError(f"integrated is a number of points from 1 on, not {integrated!r}")
-    if not function:
         raise GradtraceError(
-            "integrated gradients need the scalar at other inputs: pass a function of the inputs, "
-            "such as lambda tokens: model(inputs_embeds=tokens).logits[0, -1, 5]"
+            "a baseline is where integration starts: say at how many points, integrated=64"
         )
+    _check_names("baseline", baseline, inputs)
+    for name, given in baseline.items():
+        shape, wanted = tuple(torch.as_tensor(given).shape), tuple(inputs[name].shape)
+        sizes = zip(shape[::-1], wanted[::-1])
+        if len(shape) > len(wanted) or any(a not in (1, b) for a, b in sizes):
+            raise GradtraceError(
+                f"baseline[{name!r}] has shape {shape}, and the input {wanted}: they must be the "
+                "same, or the baseline must expand to the input's"
+            )

@@ -18,6 +18,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.loss_checks import admit, isolated
 from gradtrace.autodiff.names import LazyGradients, NameTable
 from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.components.module_parts import WholeProgram
 from gradtrace.errors import GradtraceError, NotScalar, Unsupported
 from gradtrace.ir.optimise import simplified
 from gradtrace.ir.passes.select_leaves import select_leaves
@@ -53,6 +54,16 @@ class InputRecorder(ProgramRecorder):
             self.saved.add(count, node, nodes.name_of(node))
 
 
+def one_number(scalar: Tensor) -> Tensor:
+    """The scalar; an error if it is several numbers."""
+    if scalar.numel() != 1:
+        raise NotScalar(
+            f"attribute takes one number, got shape {tuple(scalar.shape)}; choose a logit, a "
+            "difference of logits, or a loss"
+        )
+    return scalar
+
+
 @dataclass
 class InputTracer:
     """Traces scalars back to inputs, by the names of modules that a session knows."""
@@ -68,11 +79,7 @@ class InputTracer:
         out.
         """
         admit(scalar, self.name_table)
-        if scalar.numel() != 1:
-            raise NotScalar(
-                f"attribute takes one number, got shape {tuple(scalar.shape)}; choose a logit, a "
-                "difference of logits, or a loss"
-            )
+        one_number(scalar)
         if recorder_of(scalar, self.name_table) is not ProgramRecorder:
             raise Unsupported("inputs of sharded models are not attributed; use the whole model")
         known = {name: tensor.detach() for name, tensor in inputs.items()}
@@ -98,6 +105,7 @@ class InputTracer:
                 f"the scalar depends on none of the inputs {', '.join(inputs)}: pass the very "
                 "tensors that the model was called with, and compute the scalar from its output"
             )
+        whole = self._whole(program)
         program = select_leaves(program, set(names))
         if rule != "gradient":
             program = frozen(program) if saved is None else self._attnlrp(program, saved)
@@ -110,7 +118,15 @@ class InputTracer:
         gradients = LazyGradients({name: leaf.compute for name, leaf in order.items()}, {})
         values = {leaf.value: name for name, leaf in order.items()}
         found = (program, gradients, "greedy", "scalar", 1, self.classes, values)
-        return Trace(*found, model=self.model)
+        return Trace(*found, model=self.model, whole=whole)
+
+    def _whole(self, program: Program) -> WholeProgram:
+        """The program with the weights as leaves, without their gradients."""
+        known = {leaf.value: self.name_table.names_of(leaf.tensor) for leaf in program.leaves}
+        names = {value: every[0] for value, every in known.items() if every}
+        leaves = {every[0]: every for every in known.values() if every}
+        constants = replace(program.constants, leaves=[], kept={})
+        return WholeProgram(replace(program, constants=constants), names, leaves)
 
     def _attnlrp(self, program: Program, saved: SavedValues) -> Program:
         modules = {} if self.model is None else dict(named_modules(self.model))

@@ -241,18 +241,22 @@ class Attribution(Tabular):
         if self.points:
             found.append(
                 f"Scores add up to {self.total:.4g}, and f(input) - f(baseline) is "
-                f"{self.value:.4g}: incomplete by {self.defect:.2%} ({self.points:,} points)"
+                f"{self.value:.4g}{self._off('incomplete')} ({self.points:,} points)"
             )
         elif self.rule == "attnlrp":
             found.append(
-                f"Relevance adds up to {self.total:.4g}, and the scalar is {self.value:.4g}: off "
-                f"by {self.defect:.2%}"
+                f"Relevance adds up to {self.total:.4g}, and the scalar is {self.value:.4g}"
+                f"{self._off('off')}"
             )
         else:
             found.append(f"Scores add up to {self.total:.4g}; the scalar is {self.value:.4g}")
         if self.unreached:
             found.append(f"the scalar does not depend on {', '.join(self.unreached)}")
         return tuple(found)
+
+    def _off(self, word: str) -> str:
+        """By how much scores do not add up; nothing where the scalar is 0 and has no parts."""
+        return f": {word} by {self.defect:.2%}" if self.value else ""
 
     def __repr__(self) -> str:
         inputs = ", ".join(self.scores)
@@ -277,7 +281,7 @@ def _output(trace: Trace, module: str) -> int:
     again = {blocks[n].place.call for n in places.own_blocks(blocks[alive[0]].place.module)}
     if len(calls | again) > 1:
         raise GradtraceError(
-            f"{module} was called {len(again)} times; ask for the module of one call, or divide by "
-            "calls: by('steps')"
+            f"{module} was called {len(again)} times, so it has no single output; graph() has a "
+            "node for each call, and by('steps') a row for each call of a cell"
         )
     return max(blocks[alive[0]].takes.values(), key=lambda v: prod(places.shapes[v]))

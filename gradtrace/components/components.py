@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from gradtrace.autodiff.names import unknown
-from gradtrace.components.module_parts import ModuleParts
+from gradtrace.components.module_parts import ModuleParts, WholeProgram
 from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
@@ -111,7 +111,7 @@ class ComponentFinder:
 
     ``modules`` maps the names of a model's modules to their classes, ``leaves`` are the names of
     the program's leaves, with all their aliases, ``names`` the first of them by value. ``model`` is
-    asked for its heads, experts, layers and time steps.
+    asked for its heads, experts, layers and time steps, which are found in ``whole``, if given.
     """
 
     def __init__(
@@ -121,9 +121,11 @@ class ComponentFinder:
         leaves: Mapping[str, Iterable[str]],
         names: Mapping[int, str] | None = None,
         model: nn.Module | None = None,
+        whole: WholeProgram | None = None,
     ) -> None:
         self.program = program
         self.model = model
+        self.whole = whole
         self.classes = dict(modules)
         self.leaves = {name: {name, *others} for name, others in leaves.items()}
         self.names = names or {}
@@ -224,7 +226,8 @@ class ComponentFinder:
     def parts(self, kind: str, strict: bool = True) -> Region:
         """Heads, experts, layers or time steps; see ``module_parts``."""
         modules = {} if self.model is None else dict(named_modules(self.model))
-        found = ModuleParts(self.program, modules, self.names, self.leaves).find(kind, strict)
+        program, names, leaves = self.whole or (self.program, self.names, self.leaves)
+        found = ModuleParts(program, modules, names, leaves).find(kind, strict)
         region, bits = Region(), self.component_bits
         for name, part in found.items():
             bit = region.bits[name] = self._atom()

@@ -66,6 +66,17 @@ class Part:
 Parts = dict[str, Part]
 
 
+class WholeProgram(NamedTuple):
+    """A program with all its leaves, of which the one that is measured has some (the inputs, say).
+    Parts of modules are found in it, since weights tell which operator is whose; blocks have the
+    same numbers in both. ``names`` and ``leaves`` as in ``ProgramPlaces``.
+    """
+
+    program: Program
+    names: Mapping[int, str]
+    leaves: Mapping[str, Iterable[str]]
+
+
 @dataclass
 class ProgramPlaces:
     """Where things are in a program: blocks by module, shapes, who gives and takes a value.

@@ -42,7 +42,8 @@ REMEDY = (
 def component_finder(traced: TracedProgram) -> ComponentFinder:
     """Finds the components of a program by their names."""
     others = {name: traced.aliases.get(name, ()) for name in traced.leaves}
-    return ComponentFinder(traced.program, traced.modules, others, traced.names, traced.model)
+    given = (traced.program, traced.modules, others, traced.names, traced.model, traced.whole)
+    return ComponentFinder(*given)
 
 
 def chosen_components(traced: TracedProgram, components: Components) -> ComponentSelection:

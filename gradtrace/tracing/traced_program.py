@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.fingerprints import WeightFingerprints
 from gradtrace.autodiff.names import LazyGradients, unknown
+from gradtrace.components.module_parts import WholeProgram
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
 from gradtrace.ir.program import Leaf, Program
@@ -55,6 +56,7 @@ class TracedProgram:
     names: dict[int, str] = field(repr=False)  # by leaf value
     budget: int | None = None
     model: nn.Module | None = field(default=None, repr=False)  # that was watched
+    whole: WholeProgram | None = field(default=None, repr=False)  # where parts are found
     _states: TensorStates | None = field(default=None, repr=False)  # not checked anew in copies
     _followers: dict[int, PathFollower] = field(default_factory=dict, init=False, repr=False)
 
