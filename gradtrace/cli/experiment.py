@@ -85,7 +85,7 @@ def experiment(
         *(quick, seeds, workers, out, tuple(settings or ()), text, docs, restart, on_ray, called),
         rows=rows,
     )
-    done = command.run(command.sources(name, every), asked, say)
+    done = command.run(command.sources(name, every, rows), asked, say)
     if done.spoken and as_json:
         write_json({"experiments": done.found, "failed": done.failed})
     elif done.spoken:

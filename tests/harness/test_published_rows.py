@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.harness import results, runner
+from gradtrace.experiments.harness import command, results, runner
 from gradtrace.experiments.harness.journal import JournalEntry
 from gradtrace.experiments.harness.loading import ExperimentSource
 from gradtrace.experiments.harness.published_rows import packed, unpacked
@@ -116,6 +116,18 @@ def test_a_file_that_is_not_whole_is_told(tmp_path: Path, case: str) -> None:
         path.write_bytes(bad[case])
     with pytest.raises(GradtraceError, match=r"rows\.jsonl\.gz"):
         unpacked(path)
+
+
+def test_rows_say_whose_they_are() -> None:
+    """The page of an experiment on other data is made again by its own name, or without one."""
+    rows = DOCS / "competition-shakespeare.rows.jsonl.gz"
+    for name in ("competition-shakespeare", "competition", None):
+        (source,) = command.sources(name, False, rows)
+        assert source.name == "competition"
+    with pytest.raises(GradtraceError, match="no experiment 'other'"):
+        command.sources("other", False, rows)
+    with pytest.raises(GradtraceError, match="give the name"):
+        command.sources(None, False, Path("missing"))
 
 
 def test_rows_of_another_experiment_and_of_all_are_refused(mine: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from gradtrace.experiments.harness import drawing, results
 from gradtrace.experiments.harness.code import refresh
 from gradtrace.experiments.harness.findings import Experiment
 from gradtrace.experiments.harness.loading import ExperimentSource, about, load
+from gradtrace.experiments.harness.published_rows import unpacked
 from gradtrace.experiments.harness.publishing import document, gather, publish
 from gradtrace.experiments.harness.runner import Outcome, RunPlan, Say, recomputed
 from gradtrace.experiments.harness.runner import run as run_plan
@@ -75,9 +76,14 @@ def listed() -> list[dict[str, str]]:
     ]
 
 
-def sources(name: str | None, every: bool) -> list[ExperimentSource]:
-    """The experiments to run: one by its name or file, or all."""
+def sources(name: str | None, every: bool, rows: Path | None = None) -> list[ExperimentSource]:
+    """The experiments to run: one by its name or file, or all. Rows say whose they are, so with
+    these the name of their page will do, or none.
+    """
     known = available()
+    if rows is not None and rows.is_file() and not every and name not in known:
+        ran = unpacked(rows).ran
+        name = ran["experiment"] if name in (None, ran["name"]) else name
     if every == (name is not None):
         raise GradtraceError("give the name of an experiment, or --all, or --list")
     if name is None:
