@@ -908,9 +908,13 @@ def test_a_list_of_modules_is_never_called() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_are_refused() -> None:
-    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-    with pytest.raises(GradtraceError, match="'0' is TorchScript"), ablate(model, "0"):
-        pass
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2), traced)
+    for name in "02":
+        with pytest.raises(GradtraceError, match="is TorchScript"), ablate(model, name):
+            pass
+    with ablate(model, "1"):
+        assert torch.equal(model(torch.ones(1, 2)), traced(torch.zeros(1, 2)))
 
 
 def test_shared_modules_go_under_all_their_names() -> None:

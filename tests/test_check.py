@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
 from gradtrace.tools import tuning
@@ -95,6 +96,12 @@ def weight_norm() -> Made:
     return lambda m: m(x).tanh().sum(), model
 
 
+def checkpointed() -> Made:
+    """A part that is run again in the backward pass, on a batch in float32."""
+    x, model = torch.randn(3, 4), nn.Sequential(nn.Linear(4, 2), nn.Tanh())
+    return lambda m: checkpoint(m, x, use_reentrant=False).square().sum(), model
+
+
 RIGHT = [
     mlp,
     noisy,
@@ -106,6 +113,7 @@ RIGHT = [
     autocast,
     sparse,
     weight_norm,
+    checkpointed,
 ]
 
 
@@ -483,6 +491,7 @@ ERRORS: dict[str, tuple[type[GradtraceError], str, Any, Any]] = {
     "complex parameter": (Unsupported, "w is complex", lambda m: m["w"], complex_parameter()),
     "complex loss": (Unsupported, "loss is complex", lambda m: m.weight.sum() * 1j, LINEAR),
     "lazy": (Unsupported, "call the model once", lambda m: m(torch.ones(2)), nn.LazyLinear(2)),
+    "meta": (Unsupported, "meta device", lambda m: m.sum(), nn.Linear(2, 2, device="meta")),
     "scripted": (Unsupported, "unscripted", lambda m: m, torch.jit.ScriptModule()),
     "changing": (GradtraceError, "changes from call to call", changing(), LINEAR),
     "wrong order": (GradtraceError, r"check\(loss_fn, model\)", LINEAR, lambda m: m),

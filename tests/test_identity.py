@@ -143,6 +143,11 @@ def test_a_changed_model_is_refused(tmp_path: Path, what: str, finished: bool) -
     assert gt.influence(net(), loss, data(), checkpoint=file).pairs == 20
 
 
+def test_a_model_without_shapes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GradtraceError, match=r"0\.weight has no shape yet: call the model once"):
+        gt.influence(nn.Sequential(nn.LazyLinear(3)), loss, data(), checkpoint=tmp_path / "c")
+
+
 def test_running_statistics_of_norms_in_training_do_not_matter() -> None:
     first, second = net().train(), moved(net()).train()
     assert identity(first, loss)[0] == identity(second, loss)[0]

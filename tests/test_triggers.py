@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,32 @@ def test_a_gradient_that_is_not_finite(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["lazy", "scripted"])
+def test_modules_with_tables_of_their_own(kind: str, tmp_path: Path) -> None:
+    """Buffers and parameters that have no shape yet, or are not in a dictionary."""
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    if kind == "scripted":
+        model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))))
+    file = tmp_path / "run.jsonl"
+    with gt.Monitor(model, trigger="nonfinite", file=file, view=False, budget=None) as monitor:
+        for step in range(4):
+            loss = model(torch.randn(5, 2)).square().mean()
+            monitor.step(loss)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            loss.backward()
+            for each in model.parameters():
+                assert each.grad is not None
+                each.grad *= math.inf if step == 3 else 1
+            with pytest.warns(UserWarning, match="not finite") if step == 3 else nullcontext():
+                optimizer.step()
+    (incident,) = monitor.incidents
+    found = gt.load_incident(incident)
+    assert found.step == 3
+    name, mean = next((n, t) for n, t in found.beginning.state.items() if "running_mean" in n)
+    assert mean.shape == (3,) and not torch.equal(mean, model.state_dict()[name])
+
+
 def test_the_report_of_the_run_names_step_cause_module_line_and_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

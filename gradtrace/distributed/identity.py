@@ -34,7 +34,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradtrace.distributed import digests, tuning
-from gradtrace.pytorch.wrapped_modules import join, named_modules, unwrapped, user_class
+from gradtrace.pytorch.wrapped_modules import (
+    join,
+    named_modules,
+    refuse_lazy,
+    unwrapped,
+    user_class,
+)
 
 CONSTRUCTORS = ("__init__", "__post_init__", "__new__", "__setstate__")
 """Methods that construct an object: attributes that other methods assign change during use."""
@@ -101,6 +107,8 @@ def _values(before: str, now: str, names: list[str]) -> str:
 def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[RunIdentity, list[str]]:
     """The identity of a measurement, and the names of the model's tensors."""
     tensors = named_tensors(model)
+    for name, tensor in tensors.items():
+        refuse_lazy(name, tensor)
     modules, loss = CodeWalk(unwrapped(model)), CodeWalk(unwrapped(model))
     for name, module in named_modules(model):
         modules.add_text(name)

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradtrace.errors import Unsupported
 from gradtrace.pytorch.dtensor import is_dtensor
@@ -88,6 +89,12 @@ def refuse_flat(model: nn.Module) -> None:
             "flat tensor: shard it with torch.distributed.fsdp.fully_shard, or load its full state "
             "dict into a plain module and trace that"
         )
+
+
+def refuse_lazy(name: str, tensor: Tensor) -> None:
+    """Raise for a parameter or buffer of a lazy module that was not called yet."""
+    if is_lazy(tensor):
+        raise Unsupported(f"{name} has no shape yet: call the model once, with a batch, before")
 
 
 def join(name: str, key: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from inspect import getattr_static
 from typing import TypeAlias
 
 import torch
@@ -255,7 +256,8 @@ def _callable(name: str, module: nn.Module) -> nn.Module:
 
 def _runs(module: nn.Module) -> bool:
     """Whether it defines ``forward``, which nn.ModuleList does not."""
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+    own = getattr_static(type(module), "forward", None)  # that of traced modules cannot be read
+    return "forward" in vars(module) or own is not nn.Module.forward
 
 
 def _never_called(asked: str, name: str) -> str:

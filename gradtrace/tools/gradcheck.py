@@ -15,7 +15,7 @@ from gradtrace.errors import GradtraceError, NoGraph, Unsupported
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.printable import printable
-from gradtrace.pytorch.wrapped_modules import named_parameters
+from gradtrace.pytorch.wrapped_modules import named_parameters, refuse_lazy
 from gradtrace.tools import tuning
 from gradtrace.tools.loss_evaluator import LossEvaluator, LossFn, evaluating
 
@@ -207,8 +207,12 @@ def _refuse(loss_fn: object, model: object, sample: int | None, tolerance: float
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise Unsupported("a scripted model keeps its parameters to itself; check it unscripted")
     for name, parameter in model.named_parameters():
-        if nn.parameter.is_lazy(parameter):
-            raise Unsupported(f"parameter {name} has no shape yet; call the model once before")
+        refuse_lazy(name, parameter)
+        if parameter.is_meta:
+            raise Unsupported(
+                f"parameter {name} is on the meta device, where tensors have shapes and no numbers;"
+                " give it numbers (model.to_empty, load_state_dict) or remove it"
+            )
         if parameter.is_complex():
             raise Unsupported(
                 f"parameter {name} is complex; differences need real numbers. Keep its real and "

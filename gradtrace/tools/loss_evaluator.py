@@ -42,6 +42,8 @@ CASTS: dict[Any, Callable[..., Any]] = {
     Tensor.float: Tensor.double,
 }
 
+_RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
+
 LossFn = Callable[..., Tensor]
 Moves = Mapping[nn.Parameter, tuple[Tensor, Tensor]]
 """By parameter: the indices of the elements to move, and by how much."""
@@ -86,7 +88,9 @@ class LossEvaluator:
                 raise NonFinite(f"the loss is {value}, so there is no gradient to check")
             with torch._C.DisableTorchFunction():  # the tensors themselves, not their stand-ins
                 edges = [get_gradient_edge(x) for p in parameters for x in (stand_ins[p], p)]
-            found = torch.autograd.grad(loss, edges, allow_unused=True)
+            # torch.autograd.grad would leave the mode, which recomputed checkpoints need, too
+            ones = (torch.ones_like(loss),)
+            found = _RUN_BACKWARD((loss,), ones, False, False, tuple(edges), True)
         dense = [None if g is None else g.to_dense().double() for g in found]
         gradients = [_sum(*pair) for pair in zip(dense[::2], dense[1::2])]
         if all(gradient is None for gradient in gradients):

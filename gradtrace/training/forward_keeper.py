@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff.pass_scope import of_training
 from gradtrace.pytorch.module_calls import Listener
@@ -155,7 +156,7 @@ class ForwardKeeper(Listener):
         if not self._draws and found.random is not None:
             self._draws = found.random.moved()
         for name, (module, key) in _buffer_homes(self.model):
-            now, before = module._buffers[key], found.buffers.get(name)
+            now, before = getattr(module, key), found.buffers.get(name)
             if now is not None and (before is None or not torch.equal(now, before)):
                 self._homes[name] = module, key
         self._look_at = self._passes + min(self._passes, LOOK_STEPS)
@@ -165,7 +166,8 @@ def _copied(homes: Mapping[str, Home]) -> dict[str, Tensor]:
     buffers = {}
     with torch.no_grad():
         for name, (module, key) in homes.items():
-            if (buffer := module._buffers.get(key)) is not None:
+            buffer = getattr(module, key, None)
+            if buffer is not None and not is_lazy(buffer):
                 buffers[name] = buffer.clone()
     return buffers
 
@@ -173,12 +175,12 @@ def _copied(homes: Mapping[str, Home]) -> dict[str, Tensor]:
 def _buffer_homes(model: nn.Module) -> Iterator[tuple[str, Home]]:
     """The module of each buffer and its name there, by the buffer's full name."""
     for name, module in named_modules(model):
-        for key in module._buffers:
+        for key in module._buffers.keys():  # noqa: SIM118 (TorchScript has a table of its own)
             yield join(name, key), (module, key)
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every buffer under each of its names, as without wrappers."""
     for name, (module, key) in _buffer_homes(model):
-        if (buffer := module._buffers[key]) is not None:
+        if (buffer := getattr(module, key)) is not None:
             yield name, buffer

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -142,8 +143,7 @@ class Triggers:
         self.files: list[Path] = []
         self.keeper = ForwardKeeper(model, watched)  # is told of the model's calls
         self._rule = SpikeRule(settings.spike, batch_size)
-        self._gradients = SmallGradients(model)
-        self._finite = self._gradients.check.finite
+        self._choose_gradients()
         self._nonfinite, self._spike = NONFINITE in settings.wanted, SPIKE in settings.wanted
         self._pending: tuple[Any, ...] | None = None  # a Pass whose gradient is not checked yet
         self._counts = dict.fromkeys(TRIGGERS, 0)
@@ -225,7 +225,13 @@ class Triggers:
         if not any(id(each) in mine for group in groups for each in group["params"]):
             return False
         self._own = weakref.ref(optimizer)
+        if self._gradients.lazy:  # by now they have shapes
+            self._choose_gradients()
         return True
+
+    def _choose_gradients(self) -> None:
+        self._gradients = SmallGradients(self.model)
+        self._finite = self._gradients.check.finite
 
     def _check_gradients(self) -> None:
         """Whether the gradient of the last pass is finite, as far as small parameters tell."""
@@ -341,7 +347,9 @@ class SmallGradients:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        every = list(named_parameters(model))
+        named = list(named_parameters(model))
+        every = [(name, each) for name, each in named if not is_lazy(each)]
+        self.lazy = len(every) < len(named)  # parameters without a shape, which are left out
         small = [
             (name, each)
             for name, each in every
