@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
 from gradtrace.autodiff import hooks
+from gradtrace.autodiff.pass_scope import own_work_runs
 from gradtrace.errors import FreedGraph, GradtraceError, NonFinite
 from gradtrace.ir.kept_recordings import RECORDINGS, RecordingCache
 from gradtrace.ir.program import Program
@@ -562,3 +563,43 @@ def test_formulas_that_passes_simplify_share_what_follows_from_structure() -> No
     assert second.program.blocks is third.program.blocks
     other = trace(3)
     assert other.program.facts is not first.program.facts
+
+
+@pytest.mark.parametrize("first", ["both", "left", "right"])
+def test_results_are_compared_by_position(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that follows other arguments than before, though all need gradients."""
+    x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
+    given = {"both": (0, 1), "left": (0,), "right": (1,)}
+    now, usual = first, record.NODES["MulBackward0"]
+
+    def rule(*args: Any) -> Any:
+        found = usual(*args)
+        return (
+            None if found is None else [f if n in given[now] else None for n, f in enumerate(found)]
+        )
+
+    monkeypatch.setitem(record.NODES, "MulBackward0", rule)
+    gt.trace((x * y).sum())
+    assert gt.trace((x * y).sum()).program.recorded == ""
+    for now in given.keys() - {first}:
+        reason = gt.trace((x * y).sum()).program.recorded
+        assert reason in ("MulBackward0 has fewer results", "MulBackward0 has other results")
+        gt.plans().clear()
+        now = first
+        gt.trace((x * y).sum())
+
+
+def test_the_collector_does_not_run_meanwhile() -> None:
+    within: list[bool] = []
+    model, threshold = Small(), gc.get_threshold()
+    gc.callbacks.append(lambda phase, info: within.append(own_work_runs()))
+    gc.set_threshold(1)
+    try:
+        for _ in range(2):
+            watch, loss = loss_of(model)
+            watch.trace(loss).influence()
+            assert gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.pop()
+    assert within and not any(within)

@@ -11,7 +11,7 @@ compared. Code of the user's must run once only, so losses with some are not rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.graph_shape import Mismatch, shape_of_graph
+from gradtrace.autodiff.graph_shape import NONE, Mismatch, NodeShape, shape_of_graph
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import Edges, Node, Outputs
@@ -37,7 +37,14 @@ from gradtrace.recording.aten_rules import as_real
 from gradtrace.recording.dispatch import DispatchRecorder
 from gradtrace.recording.formula import FormulaRecorder
 from gradtrace.recording.gradient_cache import GradientCache
-from gradtrace.recording.node_rules import MULTI_OUTPUT_RULES, Edge, NodeRule, same
+from gradtrace.recording.node_rules import (
+    MULTI_OUTPUT_RULES,
+    Chain,
+    Edge,
+    NodeRule,
+    same,
+    summed,
+)
 from gradtrace.recording.record import (
     DeferredGradients,
     GradientProducts,
@@ -67,23 +74,35 @@ class ExpectedStep(NamedTuple):
 class ExpectedResult(NamedTuple):
     """One result of a node: the steps to it and the number of its value. It is added to the value
     ``there``, if that is not None, by two terms with the map ``move``; the sum is ``total``.
+
+    ``only`` is the map of the only step, if that is shared; ``follows``: an empty chain is this
+    map, if the result has the shape that it takes. ``keeps`` and ``keeps_total``: whether the
+    gradient and the sum are kept.
     """
 
     position: int
     conforms: bool
-    steps: tuple[ExpectedStep, ...]
+    only: Map | None
+    follows: bool
+    dtype: torch.dtype | None
     value: int
+    keeps: bool
     there: int | None
     total: int
+    keeps_total: bool
     move: Map | None
+    steps: tuple[ExpectedStep, ...]
 
 
 class RuleNode(NamedTuple):
-    """A node with a rule, the value that it takes, and its results."""
+    """A node with a rule, the value that it takes, its results, and the positions of arguments that
+    need a gradient and have none.
+    """
 
     rule: NodeRule
     value: int
     results: tuple[ExpectedResult, ...]
+    without: tuple[int, ...]
 
 
 class JoinNode(NamedTuple):
@@ -160,7 +179,8 @@ class Replay(KeptRecording):
     @cached_property
     def entries(self) -> list[Entry]:
         """What is expected of each node; found when the first loss is replayed."""
-        return [_entry(node, self.maps) for node in self.nodes]
+        expected = _Expected(self.maps, frozenset(self.kept))
+        return [expected.entry(*each) for each in zip(self.nodes, self.graph.nodes)]
 
     def check(self, seed: Tensor, keep: int) -> None:
         """Raise ``Mismatch`` if with so much memory for gradients others would be kept, or if nodes
@@ -182,8 +202,7 @@ class Replay(KeptRecording):
         run = _Run(self, seed, table, clear_since)
         try:
             with one_pass():
-                for node, out, entry in zip(found, edges, self.entries):
-                    run.visit(node, out, entry)
+                run.visit_all(found, edges, self.entries)
                 run.products.batched_weights.flush()
         finally:
             self.graph.limit_recursion(found)
@@ -232,22 +251,24 @@ class _Run:
         self.recorder = DispatchRecorder(replay.limit, False, self.checks)
         self.formulas = FormulaRecorder(self.recorder, clear_since, replay.opaque, self.outputs)
         self.deferred = DeferredGradients()
-        self.keeps = frozenset(replay.kept)
         self.grads = {replay.root: seed}
-        self.kept = {replay.root: seed} if replay.root in self.keeps else {}
+        self.kept = {replay.root: seed} if replay.root in replay.kept else {}
         self.maps = self.recorder.maps
         self.leaves: list[Leaf] = []
 
-    def visit(self, node: Node, edges: Edges, entry: Entry) -> None:
-        """Make the maps of a node and pass its results on."""
-        if type(entry) is RuleNode:
-            self._rule(node, edges, entry)
-        elif type(entry) is LeafNode:
-            self._leaf(node.variable, entry)
-        elif type(entry) is FormulaNode:
-            self._formula(node, edges, entry)
-        elif type(entry) is JoinNode:
-            self._join(node, entry)
+    def visit_all(
+        self, found: Iterable[Node], edges: Iterable[Edges], entries: Iterable[Entry]
+    ) -> None:
+        """Make the maps of all nodes, and pass their results on."""
+        for node, out, entry in zip(found, edges, entries):
+            if type(entry) is RuleNode:
+                self._rule(node, out, entry)
+            elif type(entry) is LeafNode:
+                self._leaf(node.variable, entry)
+            elif type(entry) is FormulaNode:
+                self._formula(node, out, entry)
+            elif type(entry) is JoinNode:
+                self._join(node, entry)
 
     @staticmethod
     def _called(rule: Callable[..., T], *args: Any) -> T:
@@ -260,7 +281,7 @@ class _Run:
             raise Mismatch("an error") from error
 
     def _rule(self, node: Node, edges: Edges, entry: RuleNode) -> None:
-        rule, value, wanted = entry
+        rule, value, wanted, without = entry
         grad, products = self.grads.pop(value), self.products
         try:
             found = rule(node, grad, edges, products)
@@ -268,27 +289,59 @@ class _Run:
             raise Mismatch("an error") from error  # as in _called, which would take a call more
         if found is None:
             raise Mismatch(f"{type(node).__name__} has no rule")
-        seen = 0
-        for position, result in enumerate(found):
-            if result is None or (edge := edges[position])[0] is None:
-                continue
-            how = wanted[seen] if seen < len(wanted) else None
-            if how is None or how.position != position:
+        many = len(found)
+        for position in without:
+            if position < many and found[position] is not None:
                 raise Mismatch(f"{type(node).__name__} has other results")
-            seen += 1
+        for how in wanted:
+            position, conforms, only, follows, dtype, number, keeps, there, *_ = how
+            result = found[position] if position < many else None
+            if result is None:
+                raise Mismatch(f"{type(node).__name__} has fewer results")
             out, chain = result
-            if how.conforms:
-                out, pairs = recording.conformed(out, chain, self.outputs.wanted(*edge))
-                self._compare(node, [m for m, _ in pairs], [d for _, d in pairs], how.steps)
+            if conforms:
+                out = self._conform(node, result, edges[position], how)
+            elif (
+                only is not None
+                and out.dtype is dtype
+                and (chain[0] is only if chain else follows and out.shape == only.in_shape)
+                and len(chain) < 2
+            ):
+                self.maps.append(only)
             else:
                 maps = chain or same(out.shape, out.shape)
                 self._compare(node, maps, (out.dtype,) * len(maps), how.steps)
             if self.deferred or products.deferred_outputs:
                 starts = products.deferred_outputs.pop(id(out), None) is not None
-                self.deferred.follow(value, grad, chain, how.value, starts)
-            self._pass_on(out, how)
-        if seen < len(wanted):
-            raise Mismatch(f"{type(node).__name__} has fewer results")
+                self.deferred.follow(value, grad, chain, number, starts)
+            out = plain(out)
+            if keeps:
+                self.kept[number] = out
+            if there is None:
+                self.grads[number] = out
+            else:
+                self._add(out, how)
+
+    def _conform(
+        self, node: Node, result: tuple[Tensor, Chain], edge: Edge, how: ExpectedResult
+    ) -> Tensor:
+        """A result as its argument is; its maps are compared and added to the table."""
+        (out, chain), meta, only = result, self.outputs.wanted(*edge), how.only
+        if (
+            how.follows
+            and not chain
+            and only is not None
+            and only.out_shape  # scalars may come from another device
+            and out.shape == only.in_shape
+            and meta.shape == only.out_shape
+            and out.dtype is how.dtype is meta.dtype
+            and out.layout is torch.strided
+        ):
+            self.maps.append(only)
+            return out if only.in_shape == only.out_shape else nodes.conform(out, meta)
+        out, pairs = recording.conformed(out, chain, meta)
+        self._compare(node, [m for m, _ in pairs], [d for _, d in pairs], how.steps)
+        return out
 
     def _compare(
         self,
@@ -311,17 +364,23 @@ class _Run:
 
     def _pass_on(self, out: Tensor, how: ExpectedResult) -> None:
         """Add a result to the pending gradients."""
-        out, number = plain(out), how.value
-        if number in self.keeps:
-            self.kept[number] = as_real(out)
-        if how.there is not None:
-            assert how.move is not None
-            self.maps += (how.move, how.move)
-            there = self.grads.pop(how.there), how.there
-            out, number = self.deferred.add(there, (out, number), how.total), how.total
-            if number in self.keeps:
-                self.kept[number] = as_real(out)
-        self.grads[number] = out
+        out = plain(out)
+        if how.keeps:
+            self.kept[how.value] = as_real(out)
+        if how.there is None:
+            self.grads[how.value] = out
+        else:
+            self._add(out, how)
+
+    def _add(self, out: Tensor, how: ExpectedResult) -> None:
+        """Add a result to the value that is there."""
+        assert how.there is not None and how.move is not None
+        self.maps += (how.move, how.move)
+        there = self.grads.pop(how.there), how.there
+        out = self.deferred.add(there, (out, how.value), how.total)
+        if how.keeps_total:
+            self.kept[how.total] = as_real(out)
+        self.grads[how.total] = out
 
     def _join(self, node: Node, entry: JoinNode) -> None:
         grads = {slot: self.grads.pop(value) for slot, value in entry.takes}
@@ -416,26 +475,67 @@ def replay_of(loss: Tensor, recorder: ProgramRecorder, program: Program) -> Repl
     )
 
 
-def _entry(node: RecordedNode, maps: RecordedMaps) -> Entry:
-    kind, made, lazy, span = node
-    if not isinstance(made, Block):
-        return made if made is None else LeafNode(made, lazy)
-    if span is not None:
-        start, first, end = span
-        given = tuple([_result(made, position, (), maps, False) for position in made.gives])
-        return FormulaNode(made, maps.structures[first:end], start, given)
-    assert kind is not None
-    if kind.rule is None or len(made.takes) > 1 or 0 not in made.takes:
-        ((position, value),) = made.gives.items()
-        (step,) = made.steps
-        structures = tuple([maps.structures[term.map] for term in step.terms])
-        takes = tuple(sorted(made.takes.items()))
-        return JoinNode(kind.name, takes, structures, _result(made, position, [step], maps, False))
-    results, steps = [], iter(made.steps)
-    for position, value in made.gives.items():
-        conforms = kind.conform_at is None or position in kind.conform_at
-        results.append(_result(made, position, _until(value, steps), maps, conforms))
-    return _tuple(RuleNode, (kind.rule, made.takes[0], tuple(results)))
+class _Expected(NamedTuple):
+    """Finds what is expected of a node, given the recorded maps and the values that were kept."""
+
+    maps: RecordedMaps
+    kept: frozenset[int]
+
+    def entry(self, node: RecordedNode, shape: NodeShape) -> Entry:
+        """What is expected of a node."""
+        (kind, made, lazy, span), maps = node, self.maps
+        if not isinstance(made, Block):
+            return made if made is None else LeafNode(made, lazy)
+        if span is not None:
+            start, first, end = span
+            given = tuple([self.result(made, position, (), False) for position in made.gives])
+            return FormulaNode(made, maps.structures[first:end], start, given)
+        assert kind is not None
+        if kind.rule is None or len(made.takes) > 1 or 0 not in made.takes:
+            ((position, value),) = made.gives.items()
+            (step,) = made.steps
+            structures = tuple([maps.structures[term.map] for term in step.terms])
+            takes = tuple(sorted(made.takes.items()))
+            joined = self.result(made, position, [step], False)
+            return JoinNode(kind.name, takes, structures, joined)
+        results, steps = [], iter(made.steps)
+        for position, value in made.gives.items():
+            conforms = kind.conform_at is None or position in kind.conform_at
+            results.append(self.result(made, position, _until(value, steps), conforms))
+        live = [position for position, (child, _) in enumerate(shape.edges) if child != NONE]
+        without = tuple([position for position in live if position not in made.gives])
+        return _tuple(RuleNode, (kind.rule, made.takes[0], tuple(results), without))
+
+    def result(
+        self, block: Block, position: int, steps: Sequence[Step], conforms: bool
+    ) -> ExpectedResult:
+        """What is expected of the result at a position."""
+        maps, value = self.maps, block.gives[position]
+        expected = []
+        for step in steps:
+            at = step.terms[0].map
+            found = maps.shared[at], maps.structures[at], step.shape, step.dtype
+            expected.append(_tuple(ExpectedStep, found))
+        only = expected[0].shared if len(expected) == 1 else None
+        dtype = expected[-1].dtype if expected else None
+        there, total, move = None, value, None
+        for step in block.merges:
+            if step.terms[1].value == value:
+                there, total, move = step.terms[0].value, step.out, maps.shared[step.terms[0].map]
+        result = (
+            *(position, conforms, only, _follows(only), dtype, value, value in self.kept),
+            *(there, total, total in self.kept, move, tuple(expected)),
+        )
+        return _tuple(ExpectedResult, result)
+
+
+def _follows(only: Map | None) -> bool:
+    """Whether this map follows from the shapes that it leads from and to: it is what an empty chain
+    between these is made of (``record.conformed``).
+    """
+    if only is None or only.in_shape == only.out_shape:
+        return type(only) is Identity
+    return type(only) is Reduce and summed(only.in_shape, only.out_shape)[0] is only
 
 
 _tuple = tuple.__new__  # NamedTuple constructors are Python code
@@ -447,23 +547,6 @@ def _until(value: int, steps: Iterator[Step]) -> list[Step]:
     while found[-1].out != value:
         found.append(next(steps))
     return found
-
-
-def _result(
-    block: Block, position: int, steps: Sequence[Step], maps: RecordedMaps, conforms: bool
-) -> ExpectedResult:
-    value = block.gives[position]
-    expected = []
-    for step in steps:
-        at = step.terms[0].map
-        found = maps.shared[at], maps.structures[at], step.shape, step.dtype
-        expected.append(_tuple(ExpectedStep, found))
-    there, total, move = None, value, None
-    for step in block.merges:
-        if step.terms[1].value == value:
-            there, total, move = step.terms[0].value, step.out, maps.shared[step.terms[0].map]
-    result = (position, conforms, tuple(expected), value, there, total, move)
-    return _tuple(ExpectedResult, result)
 
 
 def recorded(
