@@ -7,7 +7,7 @@ of their gradients, each found by a backward pass from its own place in the sum.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -17,14 +17,15 @@ from torch import Tensor
 from gradtrace.autodiff.backward import GradientWalk
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
-from gradtrace.autodiff.nodes import ACCUMULATE, Node, name_of, sequence_of, wanted
+from gradtrace.autodiff.nodes import ACCUMULATE, Edges, Node, name_of, sequence_of, wanted
 from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.traversal import walk
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
 from gradtrace.diagnosis.forward_record import ForwardRecord, shown
-from gradtrace.diagnosis.result import Finding, listed
+from gradtrace.diagnosis.result import Finding, Reason
+from gradtrace.diagnosis.zeros import kind_of, reason_of
 from gradtrace.flow import Flow
-from gradtrace.flow.tuning import FAR_FACTOR, SCORES_FACTOR
+from gradtrace.flow.tuning import FAR_FACTOR
 
 DROWNED_FACTOR = 1e4
 """A term of the loss is drowned if another one's gradient is larger by this factor."""
@@ -50,7 +51,14 @@ FORGETS = (
     "what happened many steps before teaches nothing now."
 )
 SATURATED = "normalise what goes in, or begin with smaller weights."
-BRANCH = "look at the factor before the branch, and at what it is added to."
+WEIGH = (
+    "weigh the terms so that their gradients are of one size: watch.conflicts({...}) compares them "
+    "by module."
+)
+WEIGHTLESS = "none, if it is off for now, as where a schedule begins at 0; else change its weight."
+RESTS = "usually none: it grows as soon as what it compares begins to differ."
+SHOWN_CODE = 60
+"""The most characters of an expression that names a term."""
 
 
 def flow_findings(flow: Flow) -> Iterator[Finding]:
@@ -77,24 +85,6 @@ def flow_findings(flow: Flow) -> Iterator[Finding]:
             module,
             evidence=f"{evidence[:1].upper()}{evidence[1:]}.{limit}",
             advice=advice,
-        )
-
-
-def branch_findings(flow: Flow, told: set[str]) -> Iterator[Finding]:
-    """Modules that get over 1,000 times less than those beside them, apart from ``told``."""
-    rows = [row for row in flow.rows if row.verdict == "vanishing" and row.module not in told]
-    if rows and not any(text.startswith("Vanishing") for text in flow.findings):
-        names = tuple(row.module for row in rows)
-        most = max(row.norm for row in flow.rows)
-        yield Finding(
-            "branch",
-            "warning",
-            f"a branch that carries next to nothing: {listed(names)}",
-            names[0],
-            evidence=f"A gradient of norm {rows[0].norm:.2g} reaches '{names[0]}', and up to "
-            f"{most:.2g} other modules. The limit is a factor of {FAR_FACTOR:,.0f}, behind a "
-            f"softmax {SCORES_FACTOR:,.0f}.",
-            advice=BRANCH,
         )
 
 
@@ -150,20 +140,65 @@ class LossTerms:
         norms = [self._norm(*term) for term in terms]
         most = max(norms)
         largest = terms[norms.index(most)][0]
-        for (node, _), norm in zip(terms, norms):
+        for term, norm in zip(terms, norms):
             if norm * DROWNED_FACTOR < most:
-                what = "carries no gradient" if not norm else "is drowned"
-                yield Finding(
-                    "loss term",
-                    "warning",
-                    f"a term of the loss {what}: {self._described(node)}",
-                    line=self._line(node),
-                    evidence=f"The norm of its gradient is {norm:.2g}, that of "
-                    f"{self._described(largest)} is {most:.2g} ({self._line(largest) or 'no line'})"
-                    f". The limit is a factor of {DROWNED_FACTOR:,.0f}.",
-                    advice="weigh the terms so that their gradients are of one size: "
-                    "watch.conflicts({...}) compares them by module.",
-                )
+                yield self._finding(term, norm, largest, most)
+
+    def _finding(self, term: tuple[Node, int], norm: float, largest: Node, most: float) -> Finding:
+        what = "carries no gradient" if not norm else "is drowned"
+        body = self._body(term[0])
+        resting, weightless = self._rests(body, *term), self.sizes.is_zero(body)
+        rest = " Its value is 0, which is its minimum." if resting else ""
+        rest = " It is multiplied by 0." if weightless else rest
+        return Finding(
+            "loss term",
+            "note" if resting else "warning",
+            f"a term of the loss {what}: {self._described(term[0])}",
+            line=self._line(term[0]),
+            evidence=f"The norm of its gradient is {norm:.2g}, that of {self._described(largest)} "
+            f"is {most:.2g} ({self._line(largest) or 'no line'}).{rest} The limit is a factor of "
+            f"{DROWNED_FACTOR:,.0f}.",
+            advice=RESTS if resting else WEIGHTLESS if weightless else WEIGH,
+        )
+
+    def _body(self, node: Node) -> Node:
+        """What a term is a multiple of."""
+        below = self._below(node)
+        while kind_of(node) in SCALINGS and len(below) == 1:
+            node, below = below[0], self._below(below[0])
+        return node
+
+    def _rests(self, body: Node, node: Node, slot: int) -> bool:
+        """Whether a term is at its minimum: 0, as of two networks that begin alike, and not
+        because something is multiplied by 0, cut off by a ReLU or not selected.
+        """
+        if self.record is None or self.sizes.is_zero(body):
+            return False
+        operation = self.record.of_node(sequence_of(body))
+        extents = self.record.extents
+        values = [extents[v] for v in operation.outputs if v in extents] if operation else []
+        if not values or not all(each.zero for each in values):
+            return False
+        return all(reason_of(kind_of(each)) is Reason.FLAT for each in self._stops(node, slot))
+
+    def _stops(self, node: Node, slot: int) -> list[Node]:
+        """The nodes that the gradient of a term reaches, and that hand on nothing but zeros."""
+        reached: dict[Node, bool] = {}
+
+        def visit(each: Node, state: GradientWalk) -> None:
+            if (grads := state.adjoints.get(each)) is not None:
+                reached[each] = any(grad is not None and bool(grad.any()) for grad in grads)
+
+        self._walk(node, slot, visit)
+        edges = self.sizes.edges
+        ends = [n for n, alive in reached.items() if alive and type(n) is not ACCUMULATE]
+        children = {n: {c for c, _ in edges[n] if c in reached} for n in ends}
+        squares = {n for n in ends if kind_of(n) == "Mul" and len({c for c, _ in edges[n]}) == 1}
+        return [
+            n
+            for n, below in children.items()
+            if below and n not in squares and not any(reached[c] for c in below)
+        ]
 
     def _terms(self) -> Iterator[tuple[Node, int]]:
         """The outermost summands of the loss: nodes, each with its output."""
@@ -171,19 +206,24 @@ class LossTerms:
         stack = [(self.sizes.order[0], 0, 0)] if self.sizes.order else []
         while stack:
             node, slot, sums = stack.pop()
-            kind = name_of(node).partition("Backward")[0]
+            kind = kind_of(node)
             below = [(c, s) for c, s in edges[node] if c is not None and c in found]
             if kind in SUMS and all(x.shape == () for x in found[node]) and len(below) > 1:
                 stack += [(child, at, sums + 1) for child, at in reversed(below)]
-            elif kind in SCALINGS and len(below) == 1 and self._leads_to_sum(below[0][0]):
+            elif len(below) == 1 and (
+                kind in SUMS or (kind in SCALINGS and self._leads_to_sum(below[0][0]))
+            ):
                 stack.append((*below[0], sums))
             elif sums and type(node) is not ACCUMULATE:
                 yield node, slot
 
+    def _below(self, node: Node) -> list[Node]:
+        return [c for c, _ in self.sizes.edges[node] if c is not None and c in self.sizes.size]
+
     def _leads_to_sum(self, node: Node) -> bool:
         """Whether only scalings lie between a node and a sum of scalars."""
-        kind = name_of(node).partition("Backward")[0]
-        below = [child for child, _ in self.sizes.edges[node] if child in self.sizes.size]
+        kind = kind_of(node)
+        below = self._below(node)
         scalar = all(x.shape == () for x in self.sizes.size[node])
         if kind in SUMS:
             return scalar and len(below) > 1
@@ -191,19 +231,31 @@ class LossTerms:
 
     def _norm(self, node: Node, slot: int) -> float:
         """The norm of the gradient that comes through a node: of a pass that begins there."""
+        leaves = self._walk(node, slot, lambda each, state: None).leaves
+        return sqrt(sum(float(grad.double().square().sum()) for _, grad in leaves))
+
+    def _walk(
+        self, node: Node, slot: int, visit: Callable[[Node, GradientWalk], None]
+    ) -> GradientWalk:
+        """A backward pass from a term on; ``visit`` is called before each node is."""
         extent, meta = self.sizes.size[node][0], wanted(node, slot)
         seed = torch.full(tuple(meta.shape), extent.low, dtype=meta.dtype, device=meta.device)
         state = GradientWalk(self.loss, seed, self.names, self.hooks)
         state.adjoints = {node: [None] * slot + [seed]}
+
+        def both(each: Node, edges: Edges) -> None:
+            visit(each, state)
+            state.visit(each, edges)
+
         with one_pass():
-            walk(self.loss, state.visit)
-        squares = [float(grad.double().square().sum()) for _, grad in state.leaves]
-        return sqrt(sum(squares))
+            walk(self.loss, both)
+        return state
 
     def _described(self, node: Node) -> str:
         operation = None if self.record is None else self.record.of_node(sequence_of(node))
         if operation is not None:
-            return shown(operation)
+            code = operation.where.line.expression if operation.where.line else ""
+            return code if 0 < len(code) <= SHOWN_CODE else shown(operation)
         place = self.names.place_of(node).module
         return f"{name_of(node)}{f' in {place!r}' if place else ''}"
 

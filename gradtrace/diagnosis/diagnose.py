@@ -24,6 +24,7 @@ from gradtrace.diagnosis import (
     zeros,
 )
 from gradtrace.diagnosis.backward_sizes import BackwardSizes, backward_sizes
+from gradtrace.diagnosis.branches import Branches
 from gradtrace.diagnosis.forward_record import EXITS, ForwardRecord
 from gradtrace.diagnosis.result import (
     SEVERITIES,
@@ -270,7 +271,7 @@ class Diagnoser:
         for found in balance.flow_findings(flow):
             if not (lost and found.kind == "vanishing"):  # it vanishes by underflow
                 yield found
-        yield from balance.branch_findings(flow, told)
+        yield from Branches(flow, told, sizes, self._modules, subject.record).findings()
 
     # Others --------------------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class Diagnoser:
                 used, padding = self._used_rows(reached[0], len(parameter))
                 rows = int((empty & ~used.to(empty.device)).sum())
                 without = int((empty & used.to(empty.device)).sum()) - padding
-                if 2 * without > int(used.sum()):
+                if 2 * without > int(used.sum()) and not nonfinite.is_bad(self.loss):
                     self.remarks.append(
                         f"Rows that occur in this batch and get no gradient: {name} {without:,} of "
                         f"{int(used.sum()):,} (masked, or not used further?)."
@@ -336,13 +337,9 @@ def _grouped(missing: Iterable[SilentParameter], bad: NonFiniteValue | None) -> 
         groups.setdefault(key, []).append(each)
     for group in groups.values():
         first, names = group[0], tuple(each.parameter for each in group)
-        advice = {**silent.ADVICE, **zeros.ADVICE}[first.reason]
-        if first.reason is Reason.DETACHED:
-            advice = silent.INSTEAD.get(first.operator, advice)
         zero = first.reason in zeros.ADVICE
+        advice = (zeros if zero else silent).advice_for(first)
         what = "gradient is exactly 0" if zero else "no gradient"
-        if first.reason is Reason.ZERO_FACTOR:
-            advice = zeros.FACTOR_ADVICE.get(first.severity, advice)
         kind = "underflow" if first.reason is Reason.UNDERFLOW else "zero gradient"
         yield Finding(
             kind if zero else "silent",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite, isinf, isnan
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -106,12 +106,24 @@ class Operation:
         return self.needs and self.gives.isdisjoint(values)
 
 
+Passes = Callable[[Operation], bool] | None
+"""Which operations are followed; None: all."""
+
 NAMES = {"__array__": "NumPy", "numpy": "NumPy", "__float__": "float()", "__int__": "int()"}
+
+
+REFLECTED = frozenset(("rdiv", "rtruediv", "rsub", "rpow", "rmul", "radd", "rmatmul", "rmod"))
+
+
+def plain(name: str) -> str:
+    """A function's name as one says it: ``div`` for ``__rdiv__``, which ``1 / x`` calls."""
+    name = name.strip("_")
+    return {"rtruediv": "div", "truediv": "div"}.get(name, name[name in REFLECTED :])
 
 
 def shown(operation: Operation) -> str:
     """An operation in words: ``relu() in 'encoder'``."""
-    name = NAMES.get(operation.name, operation.name.strip("_") + "()")
+    name = NAMES.get(operation.name, plain(operation.name) + "()")
     name = operation.name if operation.name.startswith(".") else name
     return f"{name} in '{operation.module}'" if operation.module else name
 
@@ -171,11 +183,14 @@ class ForwardRecord:
         """The range of a value. Those that operations made were measured at once; parameters and
         data are measured now, if they still exist.
         """
-        if value not in self.extents and value not in self.makers:
-            tensor = self._given.get(value, lambda: None)()
-            if tensor is not None:
-                self.measure(value, tensor)
+        known = value in self.extents or value in self.makers
+        if not known and (tensor := self.given(value)) is not None:
+            self.measure(value, tensor)
         return self.extents.get(value)
+
+    def given(self, value: int) -> Tensor | None:
+        """The tensor that holds a value, if it still exists."""
+        return self._given.get(value, lambda: None)()
 
     @cached_property
     def _given(self) -> dict[int, weakref.ref[Tensor]]:
@@ -244,21 +259,27 @@ class ForwardRecord:
 
     # Questions ---------------------------------------------------------------------------------
 
-    def below(self, values: Iterable[int]) -> set[int]:
-        """All values that are made of these, and these."""
-        return _reach(values, self._made_of)
+    def below(self, values: Iterable[int], passes: Passes = None) -> set[int]:
+        """All values that are made of these, and these; by operations that ``passes``."""
+        users, operations = self.users, self.operations
 
-    def above(self, values: Iterable[int]) -> set[int]:
-        """All values that these are made of, and these."""
-        return _reach(values, self._made_from)
+        def made_of(value: int) -> Iterator[int]:
+            for number in users.get(value, ()):
+                if passes is None or passes(operations[number]):
+                    yield from operations[number].outputs
 
-    def _made_of(self, value: int) -> Iterator[int]:
-        for number in self.users.get(value, ()):
-            yield from self.operations[number].outputs
+        return _reach(values, made_of)
 
-    def _made_from(self, value: int) -> Iterator[int]:
-        number = self.makers.get(value)
-        return iter(() if number is None else self.operations[number].inputs)
+    def above(self, values: Iterable[int], passes: Passes = None) -> set[int]:
+        """All values that these are made of, and these; by operations that ``passes``."""
+        makers, operations = self.makers, self.operations
+
+        def made_from(value: int) -> Iterator[int]:
+            number = makers.get(value)
+            if number is not None and (passes is None or passes(operations[number])):
+                yield from operations[number].inputs
+
+        return _reach(values, made_from)
 
     def uses(self, values: Iterable[int]) -> list[Operation]:
         """The operations that take one of these values, in order."""
@@ -344,8 +365,8 @@ class ForwardRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = _name(func) if self.record.whole else ""
         if name == "_set_grad_enabled":
-            if not args[0]:
-                self._off_line = place(sys._getframe(1)).line
+            if not args[0] and torch.is_grad_enabled():
+                self._turned_off(sys._getframe(1))
             return func(*args, **kwargs)
         if not name or own_work_runs():  # or inside a backward pass
             return func(*args, **kwargs)
@@ -360,6 +381,8 @@ class ForwardRecorder(TorchFunctionMode):
         changed = given[:1]
         if name not in ("data=", "detach_"):  # which count as no change
             changed = [t for t, before in zip(given, versions) if _version(t) != before]
+            if UNCOUNTED in versions:
+                changed += _written(name, given, made)
         old = {*map(id, given)}
         fresh = [t for t in made if id(t) not in old]
         if fresh or changed or name in EXITS:
@@ -372,6 +395,14 @@ class ForwardRecorder(TorchFunctionMode):
             if isinstance(out, float) and out not in _COMMON:
                 self._read[out] = self.record.count
         return out
+
+    def _turned_off(self, frame: FrameType) -> None:
+        """Note the line that turns gradients off; the end of an ``enable_grad`` leaves them as
+        they were before it.
+        """
+        outer = frame.f_back
+        leaving = "__exit__" in (frame.f_code.co_name, outer and outer.f_code.co_name)
+        self._off_line = self._off_line if leaving and self._off_line else place(frame).line
 
     def _write(
         self,
@@ -556,7 +587,17 @@ _SHAPE_ONLY = frozenset(
 def _version(tensor: Tensor) -> int:
     if type(tensor) not in PLAIN and is_wrapper(tensor):
         return 0
-    return 0 if tensor.is_inference() else tensor._version
+    return UNCOUNTED if tensor.is_inference() else tensor._version
+
+
+UNCOUNTED = -1
+"""The version of tensors of inference mode, whose changes PyTorch does not count."""
+
+
+def _written(name: str, given: list[Tensor], made: list[Tensor]) -> list[Tensor]:
+    """The arguments that a call in inference mode has written to: those that it returns."""
+    out = given[:1] if name == "__setitem__" else made
+    return [t for t in given if t.is_inference() and any(t is each for each in out)]
 
 
 def _why_off(inside: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gradtrace.diagnosis.forward_record import ForwardRecord, Operation
+from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, plain
 from gradtrace.diagnosis.result import Finding
 
 PROBABILITIES = frozenset(("softmax", "sigmoid", "softmin", "gumbel_softmax"))
@@ -103,11 +103,11 @@ def _broadcast(record: ForwardRecord, operation: Operation) -> Iterator[Finding]
     if len(operation.inputs) != 2:
         return
     extents = [record.extent(value) for value in operation.inputs]
-    shapes = [None if extent is None else extent.shape for extent in extents]
+    shapes = [extent.shape for extent in extents if extent is not None and extent.shape]
     given = [_requires_grad(record, value) for value in operation.inputs]
-    if None in shapes or all(given):
+    if len(shapes) < 2 or all(given):
         return
-    column, row = sorted(filter(None, shapes), key=len, reverse=True)
+    column, row = sorted(shapes, key=len, reverse=True)
     if not (len(row) == 1 and column == (row[0], 1) and row[0] > 1):
         return
     n = row[0]
@@ -117,7 +117,7 @@ def _broadcast(record: ForwardRecord, operation: Operation) -> Iterator[Finding]
         f"output and target have shapes ({n}, 1) and ({n},), which broadcast to ({n}, {n})",
         operation.module,
         line=str(operation.where.line or ""),
-        evidence=f"{operation.name.strip('_')}() compares each of {n} outputs with the targets of "
+        evidence=f"{plain(operation.name)}() compares each of {n} outputs with the targets of "
         "all samples, so that the best that the model can learn is their mean.",
         advice="give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
     )

@@ -4,43 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, isinf
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from gradtrace.autodiff.backward import BadGradient
 from gradtrace.autodiff.nodes import name_of, saved_at, sequence_of
-from gradtrace.diagnosis.forward_record import Element, Extent, ForwardRecord, Operation
+from gradtrace.diagnosis.forward_record import (
+    Element,
+    Extent,
+    ForwardRecord,
+    Operation,
+    first_bad,
+    plain,
+)
+from gradtrace.diagnosis.nonfinite_advice import HELD, advice_for
 from gradtrace.diagnosis.result import Finding, NonFiniteValue, listed
 
 SHOWN_STEPS = 8
 """The most operations that the path of a bad value lists."""
 
-ADVICE = {
-    "log log2 log10 log1p logit xlogy": "keep the argument above 0: x.clamp_min(1e-8).log(), or "
-    "log_softmax, logsigmoid and losses that take logits.",
-    "sqrt rsqrt pow norm std var cdist linalg_norm linalg_vector_norm normalize hypot": "its "
-    "derivative at 0 is infinite: add a small number inside, (x + 1e-12).sqrt().",
-    "div true_divide truediv rdiv rtruediv reciprocal fmod remainder": "keep the divisor away from "
-    "0: x / (y + 1e-8), or y.clamp_min(1e-8).",
-    "softmax log_softmax scaled_dot_product_attention multi_head_attention_forward": "a row in "
-    "which everything is masked (-inf) has no softmax; leave one position open, or mask with a "
-    "large finite number.",
-    "exp expm1 exp2 sinh cosh logsumexp": "keep the argument small (below 88 in float32, 11 in "
-    "float16), or compute in logarithms: logsumexp, log_softmax, softplus.",
-    "cross_entropy nll_loss mean": "a mean over nothing is NaN: are all targets ignore_index, "
-    "all weights 0, or the batch empty?",
-    "acos asin atanh acosh": "keep the argument inside of its range: x.clamp(-1 + 1e-6, 1 - 1e-6).",
-}
-"""What to do, by the names of operators."""
-
-BY_NAME = {name: advice for names, advice in ADVICE.items() for name in names.split()}
-HALF = "the range of float16 ends at 65,504: compute this in float32 or bfloat16, or scale it down."
-HIDDEN = (
-    "its derivative is infinite where a condition or mask hides the value, and 0 · ∞ is NaN: make "
-    "the argument safe before the operation, torch.where(ok, x, 1.0).log(), not only after it."
-)
+BLAMELESS = ("add", "sub", "mul", "where", "masked_fill", "softmax", "log_softmax", "maximum")
+"""Functions to which an infinite value may be given on purpose, as a mask."""
 
 
 @dataclass(eq=False)
@@ -67,9 +53,14 @@ class Origins:
         made = [self.record.operations[n] for n in numbers]
         began = [operation for operation in made if operation.element is not None]
         meant = [operation for operation in began if not operation.literal]
-        if not began:
-            return None
-        return self.value((meant or began)[0], bad, of)
+        held = sorted(v for v in bad if v not in self.record.makers)
+        if not began:  # an infinite value that was given, and stayed infinite
+            return self._given(held[0], bad, of) if held else None
+        first = (meant or began)[0]
+        infinite = [v for v in first.inputs if v in bad and v not in self.record.makers]
+        if infinite and plain(first.name) not in BLAMELESS and "attention" not in first.name:
+            return self._given(infinite[0], bad, of)
+        return self.value(first, bad, of)
 
     def _told(self, value: int) -> bool:
         """Whether a value that was given is to blame: NaN, or a parameter that is infinite. Masks
@@ -92,11 +83,14 @@ class Origins:
         extent, uses = self._extent(value), self.record.uses((value,))
         what = self.names.get(value, "an input")
         line = str(uses[0].line or "") if uses else ""
-        said = f"{what} already holds it before the step: shape {extent.shape if extent else ()}"
-        number = extent.low if extent else float("nan")
+        found = first_bad(tensor, []) if (tensor := self.record.given(value)) is not None else None
+        at = found.index if found else ()
+        number = found.value if found else extent.low if extent else float("nan")
+        shape = extent.shape if extent else ()
+        said = f"{what} {HELD} before the step{f', at element {list(at)}' if at else ''}: "
         module = uses[0].module if uses else ""
         return NonFiniteValue(
-            of, what, module, line, number, (), (said,), self._path((value,), bad)
+            of, what, module, line, number, at, (f"{said}shape {shape}",), self._path((value,), bad)
         )
 
     def value(self, operation: Operation, bad: set[int], of: str) -> NonFiniteValue:
@@ -104,7 +98,7 @@ class Origins:
         element = operation.element or Element((), float("nan"), 0, 0, ())
         return NonFiniteValue(
             of,
-            operation.name.strip("_"),
+            plain(operation.name),
             operation.module,
             str(operation.where.line or ""),
             element.value,
@@ -121,7 +115,7 @@ class Origins:
             uses = [op for op in self.record.uses(at) if not bad.isdisjoint(op.outputs)]
             if not uses:
                 break
-            name = uses[0].name.strip("_")
+            name = plain(uses[0].name)
             step = f"{name} in '{uses[0].module}'" if uses[0].module else name
             if not steps or steps[-1] != step:
                 steps.append(step)
@@ -162,20 +156,6 @@ def _dtype(extent: Extent) -> str:
     return str(extent.dtype).removeprefix("torch.")
 
 
-def advice_for(value: NonFiniteValue) -> str:
-    """What to do about a bad value."""
-    name = value.operator.lower().partition("backward")[0].rstrip("_0123456789")
-    name = "norm" if name == "linalgvectornorm" else name
-    half = any("float16" in text and "bfloat16" not in text for text in value.inputs)
-    if half and (name not in BY_NAME or isinf(value.value)):
-        return HALF
-    if value.of == "gradient" and not value.operator.endswith(tuple("0123456789")):
-        return HIDDEN
-    if any("already holds" in text for text in value.inputs):
-        return "look at the data, or at the step before: too large a learning rate, no clipping?"
-    return BY_NAME.get(name, "look at the values that go into it.")
-
-
 INPUTS_MAX = 3
 """The most inputs of an operator that a sentence has, infinite ones first."""
 
@@ -192,7 +172,7 @@ def finding_of(value: NonFiniteValue, names: tuple[str, ...]) -> Finding:
     maker = f"{value.operator}{where} makes {number}{at}{inputs}."
     if not value.operator:
         maker = "Watch with gt.watch(model, diagnose=True), and operator and line are named."
-    elif any("already holds" in text for text in value.inputs):
+    elif any(HELD in text for text in value.inputs):
         maker = f"{value.inputs[0]} ({number})."
     spread = f" It spreads by {' → '.join(value.path)}." if value.path else ""
     reached = f" Gradients that are not finite: {listed(names)}." if names else ""

@@ -19,7 +19,7 @@ ADVICE = {
     "one. Change values under torch.no_grad() with copy_(), or compute a new tensor of the "
     "parameter and keep that in a local variable.",
     Reason.NO_GRAD: "run this part with gradients on: take it out of torch.no_grad(); if it is "
-    "meant to be frozen, say so with requires_grad_(False). (For a distribution: rsample().)",
+    "meant to be frozen, say so with requires_grad_(False).",
     Reason.INFERENCE: "run this part outside torch.inference_mode(); if it is meant to be frozen, "
     "say so with requires_grad_(False).",
     Reason.DETACHED: "replace the operation by one with a derivative: softmax or Gumbel-softmax "
@@ -33,11 +33,20 @@ ADVICE = {
 }
 """What to do about each reason that no gradient arrives."""
 
-_LEAVE_OUT = "leave it out; if the part is meant to be frozen, say so with requires_grad_(False)."
+_LEAVE_OUT = (
+    "leave it out; if it is meant, let another term of the loss train the part, or freeze it with "
+    "requires_grad_(False)."
+)
+_SAMPLES = (
+    "no gradient passes through a sample: use rsample() where the distribution has it, "
+    "Gumbel-softmax, or log_prob() of the sample times the reward."
+)
+SAMPLERS = ("normal", "multinomial", "bernoulli", "binomial", "poisson", "_standard_gamma")
 _IN_TORCH = "compute with tensors: the functions of torch that do the same have a derivative."
 _KEEP = "keep the tensor, and compute with it; item() and float() are for printing and logging."
 INSTEAD = {
     **dict.fromkeys(("detach", "detach_", ".data", "tensor", "new_tensor"), _LEAVE_OUT),
+    **dict.fromkeys(SAMPLERS, _SAMPLES),
     **dict.fromkeys(("item", "__float__"), _KEEP),
     **dict.fromkeys(("numpy", "__array__", "tolist"), _IN_TORCH),
 }
@@ -45,6 +54,14 @@ INSTEAD = {
 
 ENTRIES = frozenset(("numpy", "__array__", "tolist", "__dlpack__"))
 """Exits whose numbers usually come back, changed, as another tensor."""
+
+
+def advice_for(found: SilentParameter) -> str:
+    """What to do about a parameter that the gradient does not reach."""
+    advice = ADVICE[found.reason]
+    if found.reason is Reason.DETACHED or found.operator in SAMPLERS:
+        return INSTEAD.get(found.operator, advice)
+    return advice
 
 
 @dataclass(eq=False)
@@ -86,13 +103,34 @@ class CutFinder:
             for operation in self.record.uses(below & self._above)
             if not self._above.isdisjoint(operation.outputs)
         ]
-        found = next((each for each in on_path if each.cuts(self._above)), None)
+        found = self._cut(values, on_path)
         if found is None:
             inner = next((each for each in on_path if each.off), None)
             if inner is not None:
                 return _blamed(name, module, Reason.FUNCTION, inner)
             return _blamed(name, module, Reason.CUT, on_path[0] if on_path else None)
         return _blamed(name, module, _reason(found), found)
+
+    def _cut(self, values: Iterable[int], on_path: list[Operation]) -> Operation | None:
+        """The first operation that cuts the way: one that alone does, if there is any."""
+        cuts = [each for each in on_path if each.cuts(self._above)]
+        if len(cuts) < 2:
+            return cuts[0] if cuts else None
+        before = self.record.below(values, self._passes)
+        alone = (
+            each
+            for each in cuts
+            if not before.isdisjoint(each.inputs) and not self._open.isdisjoint(each.outputs)
+        )
+        return next(alone, cuts[0])
+
+    def _passes(self, operation: Operation) -> bool:
+        return not operation.cuts(self._above)
+
+    @cached_property
+    def _open(self) -> set[int]:
+        """The values from which a gradient would reach the loss, if they had one."""
+        return self.record.above(self.roots, self._passes)
 
     def _carried(self, values: Iterable[int]) -> bool:
         """Whether a reentrant checkpoint of the loss's graph uses one of the values."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import sysconfig
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -17,6 +18,20 @@ class SourceLine(NamedTuple):
 
     file: str
     number: int
+    code: CodeType | None = None
+    at: int = -1  # of the instruction
+
+    @property
+    def expression(self) -> str:
+        """The call or operation of the line that ran: ``0.1 * kl``. Empty if it is not known,
+        as before Python 3.11, or spreads over lines.
+        """
+        positions = getattr(self.code, "co_positions", tuple)()
+        first, last, start, end = next(islice(positions, self.at // 2, None), (None,) * 4)
+        if first is None or first != last or start is None or end is None:
+            return ""
+        text = linecache.getline(self.file, first).encode()[start:end]
+        return text.decode(errors="replace").strip()
 
     def __str__(self) -> str:
         code = linecache.getline(self.file, self.number).strip()
@@ -81,7 +96,8 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
         if kind == TORCH:
             pass
         elif kind == USER:
-            mine = mine or SourceLine(code.co_filename, step.f_lineno)
+            if mine is None:
+                mine = SourceLine(code.co_filename, step.f_lineno, code, step.f_lasti)
             if not functions:
                 break
         elif kind == CHECKPOINT:

@@ -11,7 +11,7 @@ from gradtrace.diagnosis.forward_record import ForwardRecord
 from gradtrace.diagnosis.result import Finding, listed
 from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters
 
-SO = "so that no optimiser moves it, and no checkpoint has it."
+SO = "so that no optimiser moves {}, and no checkpoint has it."
 
 
 def unregistered(
@@ -21,13 +21,17 @@ def unregistered(
     left = dict(leaves)
     for prefix, root in roots.items():
         known = {id(parameter) for _, parameter in named_parameters(root)}
+        lost: dict[str, tuple[list[str], object, str]] = {}  # by container
         for place, held, holder in _held(prefix, root):
             own = [("", held)] if isinstance(held, Tensor) else held.named_parameters()
-            lost = [(key, p) for key, p in own if id(p) in leaves and id(p) not in known]
-            if lost:
-                names = tuple(f"{place}.{key}" if key else place for key, _ in lost)
-                yield _in_container(place, names, held, holder)
-            known.update(id(parameter) for _, parameter in lost)
+            for key, parameter in own:
+                if id(parameter) in leaves and id(parameter) not in known:
+                    container = place.rpartition("[")[0] if holder else place
+                    names = lost.setdefault(container, ([], held, holder))[0]
+                    names.append(f"{place}.{key}" if key else place)
+                    known.add(id(parameter))
+        for container, (names, held, holder) in lost.items():
+            yield _in_container(container, tuple(names), held, holder)
         for key in known:
             left.pop(key, None)
     if record is not None:
@@ -37,16 +41,16 @@ def unregistered(
 def _in_container(place: str, names: tuple[str, ...], held: object, holder: str) -> Finding:
     if holder:
         kind = "Parameter" if isinstance(held, Tensor) else "Module"
-        why = f"'{place}' lies in a plain {holder}, {SO}"
+        why = f"'{place}' is a plain {holder}, {SO.format('what it holds')}"
         advice = f"use nn.{kind}List or nn.{kind}Dict."
     else:
-        why = f"'{place}' is a plain tensor, {SO}"
+        why = f"'{place}' is a plain tensor, {SO.format('it')}"
         advice = "make it a parameter: self.name = nn.Parameter(tensor)."
     return Finding(
         "unregistered",
         "error",
         f"not registered: {listed(names)}",
-        place.rpartition("[" if holder else ".")[0],
+        place if holder else place.rpartition(".")[0],
         names,
         evidence=f"{'It gets' if len(names) == 1 else 'They get'} a gradient, but "
         f"model.parameters() does not list {'it' if len(names) == 1 else 'them'}: {why}",

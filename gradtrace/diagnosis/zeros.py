@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gradtrace.autodiff.nodes import Node, name_of, sequence_of
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
@@ -44,8 +45,8 @@ ADVICE = {
     "loss that takes logits.",
     Reason.ONE_CLASS: "the softmax of a single score is 1, whatever the score: give the model an "
     "output for each class, or use binary_cross_entropy_with_logits.",
-    Reason.FLAT: "the operator's derivative is 0 everywhere; use a smooth one, or a "
-    "straight-through estimator: x + (x.round() - x).detach().",
+    Reason.FLAT: "its derivative is 0 at what goes in: look whether that is 0, or equal to what it "
+    "is compared with.",
     Reason.NOT_SELECTED: "check the mask, index or condition: it leaves out all that this part "
     "computes.",
     Reason.NO_SAMPLES: "in one batch this may be chance; if it goes on, look at what hands out the "
@@ -59,6 +60,20 @@ ADVICE = {
 """What to do about each reason that the gradient is 0."""
 
 
+STEPS = (
+    "the operator's derivative is 0 everywhere; use a smooth one, or a straight-through estimator: "
+    "x + (x.round() - x).detach()."
+)
+BOUNDS = (
+    "all of it lies outside of the bounds, where the derivative is 0: widen them, lower what goes "
+    "in, or bound it by a tanh."
+)
+BY_KIND = {
+    **dict.fromkeys(("Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Fix", "Zeros"), STEPS),
+    **dict.fromkeys(("Clamp", "ClampMax", "ClampMin", "Hardtanh", "Hardsigmoid"), BOUNDS),
+}
+"""What to do about zeros of these operators, where it is more than the reason tells."""
+
 FACTOR_ADVICE = {
     "warning": "mend what makes it 0, and gets no gradient itself.",
     "note": "usually none: the factor is trained, and leaves 0 with the first step.",
@@ -68,7 +83,27 @@ FACTOR_ADVICE = {
 
 def kind_of(node: Node) -> str:
     """``Addmm`` for ``AddmmBackward0``."""
-    return re.sub(r"Backward\d*$", "", name_of(node))
+    return _kind(name_of(node))
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name)
+
+
+def advice_for(found: SilentParameter) -> str:
+    """What to do about a gradient that is 0."""
+    advice = ADVICE[found.reason]
+    if found.reason is Reason.ZERO_FACTOR:
+        return FACTOR_ADVICE.get(found.severity, advice)
+    if found.reason in (Reason.FLAT, Reason.SATURATED):
+        return BY_KIND.get(_kind(found.operator), advice)
+    return advice
+
+
+def reason_of(kind: str) -> Reason:
+    """What it means that an operator of this kind makes a gradient 0."""
+    reason = next((r for n, r in BY_NAME.items() if re.fullmatch(rf"{n}\d*[dD]?", kind)), None)
+    return reason or (Reason.ZERO_FACTOR if kind.startswith("Mkldnn") else Reason.FLAT)
 
 
 @dataclass(eq=False)
@@ -149,12 +184,17 @@ class ZeroFinder:
             return Reason.UNDERFLOW
         if "Softmax" in kind and all(x.shape[-1:] == (1,) for x in self.sizes.size[node]):
             return Reason.ONE_CLASS
-        reason = next((r for n, r in BY_NAME.items() if re.fullmatch(rf"{n}\d*[dD]?", kind)), None)
-        if reason is None:
-            reason = Reason.ZERO_FACTOR if kind.startswith("Mkldnn") else Reason.FLAT
+        if self._zero_scale(node) is not None:
+            return Reason.ZERO_FACTOR
+        reason = reason_of(kind)
         if reason is Reason.ZERO_FACTOR and not self._is_factor(node, child):
             return Reason.CANCELLED  # the summand of a product with a bias
         return Reason.CANCELLED if kind in ("Sum", "Expand", "Add", "Sub", "View") else reason
+
+    def _zero_scale(self, node: Node) -> Tensor | None:
+        """The weight of a normalisation, if it is 0 everywhere."""
+        weight = getattr(node, "_saved_weight", None) if "Norm" in kind_of(node) else None
+        return weight if isinstance(weight, Tensor) and not bool(weight.any()) else None
 
     def _factors(self, node: Node) -> tuple[Node | None, ...]:
         edges = [child for child, _ in self.sizes.edges[node]]
@@ -169,12 +209,17 @@ class ZeroFinder:
         least = max((_smallest(each.dtype) for each in reached), default=0.0)
         return self.sizes.largest(node) < least * UNDERFLOW_FACTOR
 
-    def _zeros_among(self, operation: Operation) -> str:
+    def _zeros_among(self, node: Node, operation: Operation) -> str:
         """Which factors of an operation are 0 everywhere, by their name or by what made them."""
         record = self.record
         factors = operation.inputs[slice(1, 3) if operation.name in SUMMAND_FIRST else slice(2)]
+        if record is not None and (scale := self._zero_scale(node)) is not None:
+            weight = self.named.get(record.known(scale) or 0, "its weight")
+            return f": {weight} is 0"
         if record is None or len(operation.inputs) > 3:  # one that does more than multiply
             return ""
+        if kind_of(node) == "Mul" and len(operation.inputs) == 1:
+            return ": the other factor is the number 0"
         said = []
         for value in factors:
             extent = record.extent(value)
@@ -197,7 +242,7 @@ class ZeroFinder:
         if operation is None or self.record is None:
             return f"{reached}, and it hands on exactly 0."
         if reason is Reason.ZERO_FACTOR:
-            return f"{reached}, and it hands on exactly 0{self._zeros_among(operation)}."
+            return f"{reached}, and it hands on exactly 0{self._zeros_among(node, operation)}."
         if kind_of(node) == "Embedding":
             return f"{reached}, and it hands on exactly 0{_padded(node)}."
         extents = [self.record.extent(value) for value in operation.inputs]

@@ -296,3 +296,54 @@ def student_that_is_nearly_its_teacher() -> Any:
         return 4 * F.kl_div((model(x) / 2).log_softmax(-1), wanted, reduction="batchmean")
 
     return model, step
+
+
+def _scaled(name: str, norm: Callable[[], nn.Module], dims: int) -> Callable[[], Any]:
+    """A residual branch whose normalisation begins with weights of 0."""
+
+    def make() -> tuple[nn.Module, Step]:
+        class Residual(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = norm()
+                nn.init.zeros_(self.norm.weight)  # type: ignore[arg-type]
+
+            def forward(self, x: Tensor) -> Tensor:
+                h = x.repeat(1, 2)[:, :6]
+                inner = self.enc(x)[(..., *(None,) * dims)] * torch.arange(1.0, 4.0)
+                return self.head(h + self.norm(inner).flatten(2).sum(-1))
+
+        return training(Residual())
+
+    make.__name__ = f"{name}_that_begins_at_zero"
+    return make
+
+
+healthy(_scaled("batch_norm", lambda: nn.BatchNorm1d(6), 1))
+healthy(_scaled("group_norm", lambda: nn.GroupNorm(2, 6), 1))
+healthy(_scaled("layer_norm", lambda: nn.LayerNorm(3), 1))
+healthy(_scaled("rms_norm", lambda: nn.RMSNorm(3), 1))
+
+
+@healthy
+def layer_scale() -> Any:
+    """Branches begin 100,000 times smaller than the rest, by factors that are trained."""
+
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.branch = nn.LayerNorm(6), nn.Linear(6, 6)
+            self.scale = nn.Parameter(torch.full((6,), 1e-5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enc(x)
+            return self.head(h + self.scale * self.branch(self.norm(h)))
+
+    return training(Scaled())
+
+
+@healthy
+def loss_minus_a_number_that_is_a_tensor() -> Any:
+    model = Net()
+    x, y = data()
+    return model, lambda: (F.cross_entropy(model(x), y) - torch.tensor(0.1)).abs()

@@ -647,3 +647,65 @@ def one_output_for_several_classes() -> Any:
     model.head = nn.Linear(6, 1)
     x, _ = data()
     return model, lambda: F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long))
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rnn, self.head = nn.Embedding(9, 4), nn.LSTM(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            hidden = self.rnn(self.words(x))[0]  # HERE
+        return self.head(hidden.clone())
+
+
+@case("called under inference_mode", "words", "rnn")
+def recurrent_layer_in_inference_mode() -> Any:
+    """Its operations write in place, to tensors whose changes are not counted."""
+    model, x = Reader(), torch.arange(10).reshape(5, 2) % 9
+    return model, lambda: F.cross_entropy(model(x).flatten(0, 1), torch.arange(10) % 3)
+
+
+@case("called under no_grad", "first", "second")
+def no_grad_around_others() -> Any:
+    """The outermost is to blame, not one inside it, nor the end of an ``enable_grad``."""
+
+    class Nested(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():  # HERE
+                h = self.first(x)
+                with torch.no_grad():
+                    h = h - h.mean()
+                with torch.enable_grad():
+                    h.norm()
+                h = self.second(h)
+            return self.head(self.enc(h))
+
+    return training(Nested())
+
+
+@case("output detached", "policy")
+def log_probability_that_is_read() -> Any:
+    """The sample is cut off too, and is used for nothing but the number."""
+
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy, self.value = nn.Linear(4, 3), nn.Linear(4, 1)
+
+    model = Agent()
+    x, _ = data()
+
+    def step() -> Tensor:
+        chances = torch.distributions.Categorical(logits=model.policy(x))
+        action = chances.sample()
+        logs = [each.item() for each in chances.log_prob(action)]  # HERE
+        value = model.value(x).squeeze(1)
+        return value.square().mean() - (torch.tensor(logs) * (1 - value.detach())).mean()
+
+    return model, step

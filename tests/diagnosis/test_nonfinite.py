@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from nonfinite_cases import CASES, Middle
 from silent_cases import data, training
 from torch import Tensor
+from torch.nn import functional as F
 
 import gradtrace as gt
 from gradtrace.diagnosis.forward_record import Extent, ForwardRecord, ForwardRecorder, first_bad
@@ -97,7 +99,7 @@ def test_bad_elements_of_any_shape() -> None:
     with gt.watch(model, diagnose=True) as watch:
         loss = model()
     bad = watch.diagnose(loss).nonfinite
-    assert bad is not None and bad.operator == "rdiv" and bad.element == ()
+    assert bad is not None and bad.operator == "div" and bad.element == ()
     assert bad.inputs == ("0 (float32)",)
 
 
@@ -144,3 +146,51 @@ def test_the_range_of_a_moved_value_is_carried_or_measured() -> None:
     assert record is not None
     extents = [record.extents[record.values(x)[-1]] for x in found]
     assert [(e.low, e.high, e.shape) for e in extents] == [extent(x) for x in found]
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize(
+    ("function", "operator", "advice"),
+    [
+        (lambda h: (h - 9).sqrt(), "sqrt", "keep the argument above 0"),
+        (lambda h: (h - 9) ** 0.5, "pow", "keep the base above 0"),
+        (lambda h: (h + 1e20) ** 4, "pow", "too large for its dtype"),
+        (lambda h: torch.std(h[:1], 0), "std", "more than one sample"),
+        (lambda h: 1 / (h * 0), "div", "keep the divisor away from 0"),
+        (lambda h: (h * 1e30).square(), "square", "too large for its dtype"),
+        (lambda h: (h * math.inf) * 0, "mul", "keep infinite values out"),
+        (lambda h: torch.stack((h * math.inf, -h * math.inf)).mean(0), "mean", "infinite values"),
+        (lambda h: h[:0].mean(), "mean", "mean over nothing"),
+        (lambda h: F.normalize(h * 0, eps=0), "normalize", "no direction"),
+        (lambda h: h - torch.tensor(math.nan), "tensor", "look at the data"),
+    ],
+)
+def test_the_advice_fits_the_value(
+    function: Callable[[Tensor], Tensor], operator: str, advice: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+    with gt.watch(model) as watch:
+        loss = function(model(x)).sum()
+    found = watch.diagnose(loss)
+    assert found.nonfinite is not None and found.nonfinite.operator == operator, found
+    assert advice in found.findings[0].advice, found
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_data_and_weights_that_hold_it_before_the_step(number: float) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 3), torch.randn(5, 4)
+    x[3, 1] = number
+    with gt.watch(model) as watch:
+        loss = model(x).square().sum()
+    bad = watch.diagnose(loss)
+    assert bad.nonfinite is not None and bad.nonfinite.element == (3, 1), bad
+    assert "an input already holds it" in str(bad) and "look at the data" in bad.findings[0].advice
+    with torch.no_grad():
+        model.weight[2, 0] = number
+    with gt.watch(model) as watch:
+        loss = model(x.nan_to_num(posinf=0)).square().sum()
+    bad = watch.diagnose(loss)
+    assert bad.nonfinite is not None and bad.nonfinite.operator == "weight", bad
+    assert bad.nonfinite.element == (2, 0) and "the step before" in bad.findings[0].advice

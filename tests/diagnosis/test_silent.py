@@ -130,8 +130,8 @@ def test_modules_in_a_plain_list_are_not_registered() -> None:
     class Listed(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = [torch.nn.Linear(6, 6)]
-            self.between = self.blocks[0].forward
+            self.blocks = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
+            self.between = torch.nn.Sequential(*self.blocks).forward
 
     model = Listed()
     x, y = data()
@@ -139,7 +139,7 @@ def test_modules_in_a_plain_list_are_not_registered() -> None:
         loss = torch.nn.functional.cross_entropy(model(x), y)
     (found,) = watch.diagnose(loss).findings
     assert (found.kind, found.severity, found.module) == ("unregistered", "error", "blocks")
-    assert found.parameters == ("blocks[0].weight", "blocks[0].bias")
+    assert found.parameters[1:3] == ("blocks[0].bias", "blocks[1].weight")
     assert "ModuleList" in found.advice
 
 
@@ -222,3 +222,33 @@ def test_a_monitor_warns_of_silent_parameters_at_its_first_step() -> None:
     tied, step = HEALTHY["tied_weights"]()
     with gt.Monitor(tied, every=1, budget=None) as monitor:
         monitor.step(step())
+
+
+@pytest.mark.parametrize(
+    ("between", "reason", "advice"),
+    [
+        (lambda h: h.round(), "derivative is zero", "straight-through"),
+        (
+            lambda h: (h * 0).norm(dim=0) + h.detach(),
+            "derivative is zero",
+            "look whether that is 0",
+        ),
+        (lambda h: (h - 90).clamp(-5, 5), "saturated", "widen them"),
+        (lambda h: torch.sigmoid(h - 900), "saturated", "normalise"),
+        (lambda h: 0.0 * h + 1, "multiplied by zero", "find the factor"),
+        (lambda h: torch.distributions.Normal(h, 1.0).sample(), "called under no_grad", "rsample"),
+        (lambda h: h.softmax(-1).multinomial(1) + h.detach(), "output detached", "rsample"),
+    ],
+)
+def test_the_advice_fits_the_operator(
+    between: Callable[[torch.Tensor], torch.Tensor], reason: str, advice: str
+) -> None:
+    torch.manual_seed(0)
+    model = Net(between)
+    x, y = data()
+    with gt.watch(model) as watch:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    found = watch.diagnose(loss)
+    assert found.silent[0].reason == reason and advice in found.findings[0].advice, found
+    if reason == "multiplied by zero":
+        assert "the other factor is the number 0" in found.findings[0].evidence
