@@ -1554,19 +1554,17 @@ KERNEL(256, renumber, Renumber) {
 struct Split {
   const u32* x;
   unsigned short* out;
-  i64 n, each;  // elements of x, and of each of its matrices
+  i64 n, each;  // elements of x, and of each of its rows
 };
 
-// A float32 number as the exact sum of three bfloat16 numbers of its sign: eight bits of it each.
-// The three parts of a matrix follow each other.
+// A float32 number as the sum of two bfloat16 numbers of its sign: eight bits of it each, the last
+// rounded to nearest. The two parts of a row follow each other.
 KERNEL(256, split, Split) {
   for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
-    unsigned short* out = c.out + i / c.each * 3 * c.each + i % c.each;
-    float rest = __uint_as_float(c.x[i]);
-    for (int part = 0; part < 3; part++) {
-      const u32 high = (u32)__float_as_int(rest) >> 16;
-      out[part * c.each] = (unsigned short)high;
-      rest -= __uint_as_float(high << 16);
-    }
+    unsigned short* out = c.out + i / c.each * 2 * c.each + i % c.each;
+    const u32 high = c.x[i] >> 16;
+    const u32 rest = (u32)__float_as_int(__uint_as_float(c.x[i]) - __uint_as_float(high << 16));
+    out[0] = (unsigned short)high;
+    out[c.each] = (unsigned short)((rest + 0x7fff + (rest >> 16 & 1)) >> 16);
   }
 }
