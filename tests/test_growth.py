@@ -288,6 +288,23 @@ def test_bits_of_labels_are_not_hashed() -> None:
     assert [palette.sets()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
 
 
+def test_leaves_without_branches_share_their_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    elements = 0
+
+    def double(x: Tensor) -> Tensor:
+        nonlocal elements
+        elements += x.numel()
+        return x.to(torch.float64)
+
+    monkeypatch.setattr(Tensor, "double", double)
+    model, loss = joined(100)
+    with gt.watch(model) as watch:
+        trace = watch.trace(loss())
+    gt.plans().clear()
+    assert len(trace.influence("arguments")) == 100
+    assert elements <= 10 * 100  # not 100 for each leaf
+
+
 @pytest.mark.skipif(cpu_library.library() is None, reason="no compiled library")
 @pytest.mark.parametrize(
     ("name", "kind", "first", "later"),

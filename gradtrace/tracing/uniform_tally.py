@@ -47,8 +47,9 @@ class UniformTally(NamedTuple):
         places = [place[leaf.value] for leaf in leaves]
         sizes = [program.leaves[n].tensor.numel() for n in places]
         counts = torch.zeros(len(leaves), dtype=torch.int64, device=HOST)
+        sums, rows = counts.double(), ProvenanceTable().rows  # one for all: many leaves share them
         found = [
-            Counts(counts, counts.double(), ProvenanceTable().rows, leaf.bits, 0, 0, n, 1)
+            Counts(counts, sums, rows, leaf.bits, 0, 0, n, 1)
             for n, leaf in enumerate(leaves)
         ]
         totals = np.array(sizes, dtype=float)
