@@ -8,6 +8,7 @@ that damage gets past them.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import random
 import re
@@ -214,6 +215,71 @@ def read_results(blob: bytes, folder: Path) -> None:
     other.mkdir(parents=True, exist_ok=True)
     (other / "results.json").write_bytes(blob)
     gather(folder / "out")
+
+
+def make_published(folder: Path) -> list[bytes]:
+    from gradtrace.experiments.harness.command import ExperimentOptions, run
+    from gradtrace.experiments.harness.loading import ExperimentSource
+
+    (folder / "mine.py").write_text(EXPERIMENT)
+    asked = ExperimentOptions(quick=True, out=folder / "out", docs=folder / "docs")
+    run([ExperimentSource.of(folder / "mine.py")], asked, lambda _: None)
+    return [gzip.decompress((folder / "docs" / "mine.rows.jsonl.gz").read_bytes())]
+
+
+def read_published(blob: bytes, folder: Path) -> None:
+    from gradtrace.experiments.harness.command import ExperimentOptions, run
+    from gradtrace.experiments.harness.loading import ExperimentSource
+
+    path = folder / "file.rows.jsonl.gz"
+    path.write_bytes(gzip.compress(blob, 1) if b"cell" in blob else blob)
+    asked = ExperimentOptions(rows=path, out=folder / "out", docs=folder / "docs")
+    run([ExperimentSource.of(folder / "mine.py")], asked, lambda _: None)
+
+
+def make_decompositions(folder: Path) -> list[bytes]:
+    path = folder / "made.decompose"
+    path.unlink(missing_ok=True)
+    decomposed(path)
+    return [path.read_bytes()]
+
+
+def decomposed(path: Path) -> Any:
+    torch.manual_seed(0)
+    return gt.decompose(Model(), losses, DATA, checkpoint=path, progress=False)
+
+
+def read_decomposition(blob: bytes, folder: Path) -> None:
+    (folder / "file.decompose").write_bytes(blob)
+    found = decomposed(folder / "file.decompose")
+    str(found), found.table().to_dicts()
+
+
+def make_incidents(folder: Path) -> list[bytes]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    found = []
+    for rerun in (None, lambda x, named: model(x).sum() + 0 * named["y"].sum()):
+        with gt.Monitor(
+            model, every=10**6, view=False, trigger="nonfinite", file=folder / "m.jsonl"
+        ) as m:
+            x, y = torch.full((2, 3), torch.nan), torch.ones(1, 2, 3, 4)
+            loss = model(x).sum()
+            given = {} if rerun is None else {"rerun": rerun, "batch": (x, {"y": y})}
+            m.step(loss, **given)
+        (path,) = m.incidents
+        found.append(path.read_bytes())
+        path.unlink()
+    return found
+
+
+def read_incident(blob: bytes, folder: Path) -> None:
+    path = folder / "file.gradtrace"
+    path.write_bytes(blob)
+    found = gt.load_incident(path)
+    assert all(line.isprintable() for line in str(found).splitlines()), str(found)
+    found.to_dict(), repr(found.batch)
+    found.load_into(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))
 
 
 # Changes -----------------------------------------------------------------------------------------
@@ -459,6 +525,9 @@ KINDS = {
     "run": Kind(make_runs, mutate_lines, read_run),
     "experiment": Kind(make_rows, mutate_lines, read_rows),
     "results": Kind(make_results, mutate_json, read_results),
+    "published": Kind(make_published, mutate_lines, read_published),
+    "decompose": Kind(make_decompositions, mutate_container, read_decomposition),
+    "incident": Kind(make_incidents, mutate_container, read_incident),
 }
 
 

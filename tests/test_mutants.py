@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -15,13 +16,24 @@ import torch
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
+from gradtrace.experiments.harness import published_rows
 from gradtrace.experiments.harness.results import read as read_results
 from gradtrace.io import container, schemas, strict_json, tuning
 from gradtrace.io.validation import SchemaMismatch
 from gradtrace.runs import history
 from gradtrace.runs.writer import Writer
 
-COUNT = {"trace": 40, "view": 25, "influence": 60, "run": 40, "experiment": 20, "results": 15}
+COUNT = {
+    "trace": 40,
+    "view": 25,
+    "influence": 60,
+    "run": 40,
+    "experiment": 20,
+    "results": 15,
+    "published": 20,
+    "decompose": 20,
+    "incident": 60,
+}
 """Of each kind, here; ``python tests/mutants.py`` tries thousands."""
 
 
@@ -388,3 +400,54 @@ def test_files_of_schema_1_are_read(tmp_path: Path, saved: Path) -> None:
     assert found.influence() == now.influence() and list(found.paths()) == list(now.paths())
     with pytest.raises(GradtraceError, match="holds no view"):
         found.report(tmp_path / "x.html")
+
+
+# Files of triggers and of published rows ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def incident(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("incident")
+    (folder / "made.gradtrace").write_bytes(mutants.make_incidents(folder)[1])
+    return folder / "made.gradtrace"
+
+
+def test_a_tensor_named_often_is_copied_once(tmp_path: Path, incident: Path) -> None:
+    contents = container.read(incident)
+    one = {"tensor": 1, "device": "cpu", "grad": True, "channels_last": True}
+    contents.meta["data"] = {"list": [{"list": [one] * 1000}, {"list": []}, None]}
+    container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+    batch = gt.load_incident(tmp_path / "x").batch
+    assert len(batch) == 1000 and len({each.data_ptr() for each in batch}) == 1
+
+
+def test_an_incident_is_printed_without_escapes(tmp_path: Path, incident: Path) -> None:
+    contents = container.read(incident)
+    contents.meta["words"] = "a\x1b]0;t\x07\nb\u202e"
+    container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
+    told = str(gt.load_incident(tmp_path / "x")).splitlines()
+    assert all(map(str.isprintable, told)) and told[-2:] == ["a\\x1b]0;t\\x07", "b\\u202e"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "cells", "said"),
+    [
+        ([b" " * 10_000], 1, "more than 2,000 bytes in line 2"),
+        ([b'{"cell":{},"result":{},"seconds":0}'] * 2000, 2000, "more rows than it says"),
+        ([b'{"cell":{},"result":{},"seconds":0}'] * 3, 2, "more rows than it says"),
+        ([], 10**6, "cells is 1000000, not within"),
+        ([b'{"cell":{},"result":{},"seconds":0}'], 2, "is not whole"),
+    ],
+    ids=["blanks", "rows", "a row too many", "cells", "a row too few"],
+)
+def test_published_rows_are_unpacked_within_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[bytes], cells: int, said: str
+) -> None:
+    (whole,) = mutants.make_published(tmp_path)
+    header = json.loads(whole.splitlines()[0]) | {"cells": cells}
+    path = tmp_path / "bomb.rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n".join([json.dumps(header).encode(), *rows])))
+    monkeypatch.setattr(tuning, "LINE_MAX_BYTES", 2000)
+    monkeypatch.setattr(tuning, "JSON_MAX_BYTES", 400_000)
+    with pytest.raises(GradtraceError, match=said):
+        published_rows.unpacked(path)

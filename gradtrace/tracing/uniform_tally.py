@@ -48,10 +48,7 @@ class UniformTally(NamedTuple):
         sizes = [program.leaves[n].tensor.numel() for n in places]
         counts = torch.zeros(len(leaves), dtype=torch.int64, device=HOST)
         sums, rows = counts.double(), ProvenanceTable().rows  # one for all: many leaves share them
-        found = [
-            Counts(counts, sums, rows, leaf.bits, 0, 0, n, 1)
-            for n, leaf in enumerate(leaves)
-        ]
+        found = [Counts(counts, sums, rows, leaf.bits, 0, 0, n, 1) for n, leaf in enumerate(leaves)]
         totals = np.array(sizes, dtype=float)
         starts = range(len(leaves))
         request = ListedGroups(found).request(starts, 1, reach, places, totals, bits)

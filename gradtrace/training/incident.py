@@ -66,7 +66,8 @@ class Incident:
         ran = f"Run again, the step gave {again}." if self.words else "It was not run again."
         where = f" (process {self.rank})" if self.rank else ""
         head = f"Step {self.step:,}{where}: {self.evidence}. {ran}"
-        return "\n".join([printable(head), *map(printable, self.notes), "", self.words]).rstrip()
+        lines = [head, *self.notes, "", *self.words.split("\n")]
+        return "\n".join(map(printable, lines)).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
         """What was seen and found, as JSON values; without batch and weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,35 +64,53 @@ def encoded(value: Any, tensors: list[Tensor]) -> Any:
 def decoded(value: Any, tensors: list[Tensor], device: torch.device | None = None) -> Any:
     """The value that ``encoded`` was given; what is no such JSON raises SchemaMismatch.
 
-    Tensors that were not on the CPU are moved to ``device``.
+    Tensors that were not on the CPU are moved to ``device``. A tensor that is there twice is one.
     """
-    if value is None or type(value) in PLAIN:
-        return value
-    if type(value) is not dict:
-        unfit(f"the batch has a {type(value).__name__}")
-    if "tensor" in value:
+    return Decoder(tensors, device, {}).value(value)
+
+
+class Decoder(NamedTuple):
+    """Reads what ``encoded`` wrote."""
+
+    tensors: list[Tensor]
+    device: torch.device | None
+    made: dict[tuple[object, ...], Tensor]  # each once: a short text may name a tensor very often
+
+    def value(self, value: Any) -> Any:
+        """A nested value."""
+        if value is None or type(value) in PLAIN:
+            return value
+        if type(value) is not dict:
+            unfit(f"the batch has a {type(value).__name__}")
+        if "tensor" in value:
+            return self._tensor(value)
+        if "missing" in value:
+            return Missing(str(value["missing"])[:80])
+        for name, kind in CONTAINERS.items():
+            if type(value.get(name)) is list:
+                return kind(self.value(each) for each in value[name])
+        pairs = value.get("dict")
+        if type(pairs) is not list or not all(type(p) is list and len(p) == 2 for p in pairs):
+            unfit("the batch is none that was written")
+        if not all(type(key) in (str, int) for key, _ in pairs):
+            unfit("the batch has a key that is neither text nor number")
+        return {key: self.value(each) for key, each in pairs}
+
+    def _tensor(self, value: dict[str, Any]) -> Tensor:
         at = value["tensor"]
-        if type(at) is not int or not 0 <= at < len(tensors):
+        if type(at) is not int or not 0 <= at < len(self.tensors):
             unfit("the batch has a tensor that is not there")
-        tensor = tensors[at]
-        if device is not None and value.get("device") != "cpu":
-            tensor = tensor.to(device)
-        if value.get("channels_last") and tensor.dim() == 4:
-            tensor = tensor.contiguous(memory_format=torch.channels_last)
-        floats = tensor.is_floating_point()
-        tensor = tensor.detach()
-        return tensor.requires_grad_() if value.get("grad") is True and floats else tensor
-    if "missing" in value:
-        return Missing(str(value["missing"])[:80])
-    for name, kind in CONTAINERS.items():
-        if type(value.get(name)) is list:
-            return kind(decoded(each, tensors, device) for each in value[name])
-    pairs = value.get("dict")
-    if type(pairs) is not list or not all(type(p) is list and len(p) == 2 for p in pairs):
-        unfit("the batch is none that was written")
-    if not all(type(key) in (str, int) for key, _ in pairs):
-        unfit("the batch has a key that is neither text nor number")
-    return {key: decoded(each, tensors, device) for key, each in pairs}
+        tensor = self.tensors[at].detach()
+        moved = self.device if value.get("device") != "cpu" else None
+        last = bool(value.get("channels_last")) and tensor.dim() == 4
+        grad = value.get("grad") is True and tensor.is_floating_point()
+        key = (at, moved, last, grad)
+        if key not in self.made:
+            tensor = tensor if moved is None else tensor.to(moved)
+            if last:
+                tensor = tensor.contiguous(memory_format=torch.channels_last)
+            self.made[key] = tensor.requires_grad_() if grad else tensor
+        return self.made[key]
 
 
 def missing_in(value: Any) -> list[Missing]:

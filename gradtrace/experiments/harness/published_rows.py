@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import gzip
 import io
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.findings import Cell, Row
 from gradtrace.experiments.harness.journal import JournalEntry
-from gradtrace.io import atomic_files, jsonl, schemas
-from gradtrace.io.atomic_files import BadFile
-from gradtrace.io.strict_json import parse
+from gradtrace.io import atomic_files, jsonl, schemas, tuning
+from gradtrace.io.atomic_files import WRITER_HINT, BadFile
+from gradtrace.io.strict_json import parse, weight
 from gradtrace.io.validation import SchemaMismatch
 
 FILE = "rows.jsonl.gz"
-MOST = 1_000_000_000
-"""The most bytes of a file, packed or not."""
+MOST = 100_000_000
+"""The most bytes of a file."""
 
 RAN = (
     *("schema", "experiment", "name", "command", "form", "settings", "seeds", "cells", "seconds"),
@@ -58,10 +57,13 @@ def packed(ran: Mapping[str, Any], rows: Iterable[tuple[Cell, JournalEntry]]) ->
 
 def unpacked(path: Path) -> PublishedRows:
     """The content of a file; raises an error that says what is wrong with it."""
-    lines = _text(path).splitlines(keepends=True)
     found: list[Row] = []
     ran: dict[str, Any] = {}
-    for number, line in enumerate(lines, 1):
+    taken = 0  # estimated bytes of memory
+    for number, line in enumerate(_lines(path), 1):
+        taken += weight(line.decode(errors="replace"))
+        if taken > tuning.JSON_MAX_BYTES or number > 1 + ran.get("cells", number):
+            raise GradtraceError(f"{path} has more rows than it says, or than fit: {WRITER_HINT}")
         try:
             row = parse(line, nan=True)
             schemas.ROWS["published" if number == 1 else "row"](row)
@@ -76,15 +78,10 @@ def unpacked(path: Path) -> PublishedRows:
     return PublishedRows({name: ran[name] for name in RAN}, found)
 
 
-def _text(path: Path) -> bytes:
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked one by one: a small file may hold very long ones."""
     try:
-        raw = atomic_files.content(path, MOST)
-        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
-            text = file.read(MOST + 1)
+        with atomic_files.reading(path) as raw, gzip.GzipFile(fileobj=raw) as file:
+            yield from jsonl.split(io.BufferedReader(file))
     except BadFile as error:
         raise GradtraceError(str(error)) from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise GradtraceError(f"{path} is not a file of rows: {error}") from error
-    if len(text) > MOST:
-        raise GradtraceError(f"{path} has more than {MOST:,} bytes")
-    return text

@@ -144,7 +144,7 @@ def recomputed(source: ExperimentSource, path: Path) -> Outcome:
     ran, rows = published_rows.unpacked(path)
     if ran["experiment"] != source.name:
         raise GradtraceError(f"{path} has rows of {ran['experiment']}, not of {source.name}")
-    return _outcome(source, ran, rows, atomic_files.content(path))
+    return _outcome(source, ran, rows, atomic_files.content(path, published_rows.MOST))
 
 
 def _outcome(
