@@ -29,6 +29,9 @@ KEPT_MAX_TENSORS = 512
 COMPARED_MAX_ELEMENTS = 1 << 22
 """Up to this many elements, of all values, a table is compared with those of the other rules."""
 
+NAMED = 4
+"""How many parameters without a gradient are named."""
+
 OPERATOR_ELEMENTS = 1 << 10
 """A step takes as long as this many elements."""
 
@@ -78,6 +81,17 @@ class TraceSource:
             self._others = by_other_rules(known, self._components, self._of) if known else []
         others = {table.rule: table.by(weight).shares for table in self._others}
         return warning_of({self._rule: shares, **others})
+
+    def silent(self) -> str:
+        """The parameters that the loss does not depend on, in words; those of all leaves."""
+        trace = self._measures()
+        names = () if trace is None or self._of is not None else trace.silent
+        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+        return (
+            f"No gradient: {', '.join(names[:NAMED])}{more}; watch.diagnose(loss) says why"
+            if names
+            else ""
+        )
 
 
 @isolated()

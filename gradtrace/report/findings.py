@@ -5,13 +5,16 @@ That may come from the same process or from a file; ``gradtrace.diagnosis`` lies
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradtrace.autodiff.names import enclosing
 from gradtrace.report.model import Diagnosis, Finding
 
 SEVERITIES = ("error", "warning", "note")
+
+NAMED = 6
+"""How many parameters a title names."""
 
 
 def diagnosis(found: Mapping[str, Any] | None, modules: Mapping[str, int]) -> Diagnosis | None:
@@ -29,6 +32,43 @@ def diagnosis(found: Mapping[str, Any] | None, modules: Mapping[str, int]) -> Di
     unused = [f"Rows that do not occur in this batch: {', '.join(words)}."] if words else []
     findings = tuple(_finding(each, modules) for each in found["findings"])
     return Diagnosis(findings, (*unused, *found["remarks"]))
+
+
+def undiagnosed(
+    silent: Sequence[str], reached: Iterable[str], modules: Mapping[str, int]
+) -> Diagnosis | None:
+    """What is known without a diagnosis: which parameters the loss does not depend on, not why. One
+    finding for each outermost module that has no others.
+
+    >>> found = undiagnosed(["a.0.weight", "a.1.weight", "b.bias"], ["b.weight"], {"": 0, "a": 1})
+    >>> [each.title for each in found.findings]
+    ['no gradient: a.0.weight, a.1.weight', 'no gradient: b.bias']
+    """
+    alive = {module for name in reached for module in (*enclosing(name), "")}
+    groups: dict[str, list[str]] = {}
+    for name in silent:
+        around = enclosing(name)  # the innermost first
+        groups.setdefault(
+            next((m for m in reversed(around) if m not in alive), around[0]), []
+        ).append(name)
+    findings = tuple(_silent(module, names, modules) for module, names in groups.items())
+    return Diagnosis(findings, ()) if findings else None
+
+
+def _silent(module: str, names: Sequence[str], modules: Mapping[str, int]) -> Finding:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    found = {
+        "kind": "silent",
+        "severity": "warning",
+        "title": f"no gradient: {', '.join(names[:NAMED])}{more}",
+        "module": module,
+        "parameters": names,
+        "line": "",
+        "evidence": "The loss does not depend on what requires grad here.",
+        "advice": "trace under gt.watch(model, diagnose=True): the report then says why, with the "
+        "line of code. If this is meant to be frozen, say so with requires_grad_(False).",
+    }
+    return _finding(found, modules)
 
 
 def _finding(found: Mapping[str, Any], modules: Mapping[str, int]) -> Finding:

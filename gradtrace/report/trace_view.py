@@ -15,7 +15,7 @@ from gradtrace.measures.agreement import warning_of
 from gradtrace.measures.table_source import by_other_rules
 from gradtrace.report import model
 from gradtrace.report.building import view
-from gradtrace.report.findings import diagnosis
+from gradtrace.report.findings import diagnosis, undiagnosed
 from gradtrace.report.forks import forks
 from gradtrace.report.model import View
 from gradtrace.report.source import Source
@@ -73,7 +73,10 @@ def view_of(
     source = Source(traced, tables, (*traced.notes, *notes))
     made = view(source, sample, seed, SMALL if small else FULL)
     divided = forks(traced, made.modules, small)
-    findings = diagnosis(diagnosed, {each.name: n for n, each in enumerate(made.modules)})
+    modules = {each.name: n for n, each in enumerate(made.modules)}
+    findings = diagnosis(diagnosed, modules) or undiagnosed(
+        traced.silent, (*traced.names.values(), *traced.gradients.aliases), modules
+    )
     return replace(made, coverage=found, choices=divided, diagnosis=findings)
 
 

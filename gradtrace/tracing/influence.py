@@ -34,6 +34,9 @@ class TableSource(Protocol):
     def contradictions(self, shares: Mapping[str, float], weight: Weight) -> str:
         """In which components the rules contradict each other, in words."""
 
+    def silent(self) -> str:
+        """Which parameters get no gradient, in words."""
+
 
 @dataclass(frozen=True, repr=False)
 class Row:
@@ -336,16 +339,20 @@ class Influence(Tabular):
         return shown._row_table().bars(by or _COLUMN[self.weight], most, ax)
 
     def _explained(self) -> TextTable:
-        """The table, with its coverage and the contradictions of rules in words below."""
+        """The table, with what ``explained`` says below."""
         table = self.table()
         return replace(table, notes=(*table.notes, *self.explained()))
 
     def explained(self) -> tuple[str, ...]:
-        """The lines below the table: its coverage, and where the rules contradict each other."""
+        """The lines below the table: its coverage, where the rules contradict each other, and what
+        gets no gradient.
+        """
         coverage = self.coverage
         lines = () if coverage is None else coverage.lines()
-        found = "" if self.source is None else self.source.contradictions(self.shares, self.weight)
-        return (*lines, *([found] if found else []))
+        if self.source is None:
+            return lines
+        found = self.source.contradictions(self.shares, self.weight), self.source.silent()
+        return (*lines, *filter(None, found))
 
     def __str__(self) -> str:
         return str(self._explained())

@@ -23,6 +23,7 @@ from gradtrace.linops.read_through import views_of
 from gradtrace.linops.sharded import sharded_model
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.paths.paths import Builder, ravel
+from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
 
 
@@ -105,6 +106,19 @@ class TracedProgram:
     def device(self) -> torch.device:
         """Where paths are followed."""
         return self.program.seed.device
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """Parameters of the watched model that require grad, and that the loss does not depend on;
+        none if the leaves are inputs.
+        """
+        if self.model is None or self.whole is not None:
+            return ()
+        known, found = {*self.names.values(), *self.gradients.aliases}, dict[int, str]()
+        for name, parameter in named_parameters(self.model):
+            if parameter.requires_grad and name not in known:
+                found.setdefault(id(parameter), name)  # tied ones once
+        return tuple(found.values())
 
     # Leaves ---------------------------------------------------------------------------------------
 

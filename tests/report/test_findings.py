@@ -64,15 +64,40 @@ def test_it_is_what_diagnose_says_with_the_numbers_of_modules() -> None:
     assert "words.weight 7 of 9" in shown.diagnosis.remarks[0]
 
 
-def test_without_it_a_report_has_none() -> None:
-    assert view(diagnose=False).diagnosis is None
+def test_without_it_a_report_names_what_gets_no_gradient() -> None:
+    """By the outermost modules that get none; not why. So do the lines below a printed table."""
+    shown = view(diagnose=False).diagnosis
+    assert shown is not None and {each.severity for each in shown.findings} == {"warning"}
+    assert [(each.place, each.title) for each in shown.findings] == [
+        ("side", "no gradient: side.0.weight, side.0.bias, side.2.weight, side.2.bias"),
+        ("rest", "no gradient: rest.0.weight, rest.0.bias, rest.1.bias"),
+    ]
+    assert all("diagnose=True" in each.advice and not each.line for each in shown.findings)
+    watch, loss = watched(diagnose=False)
+    table = watch.trace(loss).influence()
+    assert "No gradient: side.0.weight, side.0.bias, side.2.weight, side.2.bias and 3 more;" in str(
+        table
+    )
+    assert "No gradient" not in str(watch.trace(loss).influence(of="words.weight"))
+    for parameter in (*watch.model.side.parameters(), *watch.model.rest.parameters()):
+        parameter.requires_grad_(False)
+    assert watch.trace(loss)._view().diagnosis is None
+
+
+def test_without_a_model_and_of_inputs_a_report_has_none() -> None:
     x = torch.ones(2, requires_grad=True)
     assert gt.trace((x * x).sum())._view().diagnosis is None
+    model = nn.Linear(2, 1)
+    with gt.watch(model) as watch:
+        scalar = model(x).sum()
+    found = watch.attribute(scalar, {"x": x}).trace
+    assert found._view().diagnosis is None and "No gradient" not in str(found.influence())
 
 
 def test_the_rest_of_the_report_is_the_same_with_and_without() -> None:
     with_, without = view(), view(diagnose=False)
-    assert torch.equal(report.saved(replace(with_, diagnosis=None)), report.saved(without))
+    bare = (report.saved(replace(each, diagnosis=None)) for each in (with_, without))
+    assert torch.equal(*bare)
 
 
 def test_a_value_that_is_not_finite_comes_first() -> None:

@@ -1,5 +1,6 @@
 /** Where gradient had a choice: forks, and how paths divide at each. */
 import { Bar } from "./charts/bar";
+import { Dotted } from "./dotted";
 import { brief, count, counted, percent, short } from "./format";
 import { Term } from "./terms";
 import type { Branch, Fork, Trace } from "./types";
@@ -98,10 +99,10 @@ function One({ fork, by, show }: { fork: Fork; by: State["by"]; show: (module: n
       <li data-testid="branch" data-name={branch.name} data-value={branch[by]}>
         {branch.module > 0 ? (
           <button type="button" class="plain-link" onClick={() => show(branch.module)}>
-            <bdi title={short(branch.name, 400)}>{short(branch.name, 44)}</bdi>
+            <Dotted name={branch.name} most={44} />
           </button>
         ) : (
-          <bdi title={short(branch.name, 400)}>{short(branch.name, 44)}</bdi>
+          <Dotted name={branch.name} most={44} />
         )}
         <Bar share={branch[by]} error={by === "share" ? branch.error : NaN} />
         <span class="num">

@@ -207,7 +207,12 @@ export function says(trace: Trace): string {
     zero === 0 ? "every one of" : zero === elements ? "none of" : `${percent(1 - zero / elements)} of`;
   const trained = parameters.reduce((sum, leaf) => sum + leaf.elements, 0);
   const cut = trace.modules[0]!.parameters > trained ? " that the loss depends on" : "";
-  return `Gradient reaches ${reached} ${counted(elements, "element")} in ${cut && "the "}${counted(trace.leaves.length, "parameter")}${cut}.`;
+  const inputs = trace.leaves.length - parameters.length;
+  const where = [
+    parameters.length && `${cut && "the "}${counted(parameters.length, "parameter")}${cut}`,
+    inputs && counted(inputs, "input"),
+  ].filter(Boolean);
+  return `Gradient reaches ${reached} ${counted(elements, "element")} in ${where.join(" and ")}.`;
 }
 
 function Facts({ trace }: { trace: Trace }) {

@@ -63,8 +63,8 @@ export function Terms() {
 const ABOUT: Record<Tab, preact.ComponentChildren> = {
   overview: (
     <>
-      For every element of every parameter one <Term of="path" /> was followed from the loss back to it. This page says
-      what is wrong, where paths had a choice, and which way they went.
+      For every element of the parameters (or inputs) one <Term of="path" /> was followed from the loss back to it. This
+      page says what is wrong, where paths had a choice, and which way they went.
     </>
   ),
   graph: (

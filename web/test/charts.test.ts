@@ -120,6 +120,11 @@ describe("overview", () => {
   });
   test("one sentence", () => {
     expect(says(bare())).toContain("no parameter");
+    const net = trace();
+    for (const leaf of net.leaves) Object.assign(leaf, { parameter: false, zero: 0 });
+    expect(says(net)).toBe("Gradient reaches every one of 67 elements in 4 inputs.");
+    net.leaves[0]!.parameter = true;
+    expect(says(net)).toContain("in the 1 parameter that the loss depends on and 3 inputs.");
   });
 });
 

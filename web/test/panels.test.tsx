@@ -181,6 +181,12 @@ describe("overview", () => {
     expect(state()).toMatchObject({ tab: "graph", module: 4 });
   });
 
+  test("long names break at their dots", () => {
+    const name = show(Paths, small()).all("leaf").find((each) => each.dataset.name === "head.bias")!;
+    expect(name.querySelector("bdi")!.textContent).toBe("head.bias");
+    expect(name.querySelectorAll("wbr").length).toBe(1);
+  });
+
   test("it leads with a diagnosis, worst first, each with its module", () => {
     const data = small();
     const note: Finding = { ...finding(), severity: "note", module: -1, place: "", line: "" };

@@ -1,5 +1,6 @@
 /** Parameters by name: a field to type in, and the list of those that fit. */
 import { useEffect, useRef, useState } from "preact/hooks";
+import { Dotted } from "../dotted";
 import { brief, count, counted, number, shape, short } from "../format";
 import type { Leaf, Trace } from "../types";
 import { filtered } from "./pick";
@@ -122,7 +123,7 @@ function Option({ id, leaf, selected, active, pick }: {
       onClick={pick}
       title={short([leaf.name, ...others].join(" = "), 400)}
     >
-      <bdi>{short(leaf.name, 60)}</bdi>
+      <Dotted name={leaf.name} most={60} />
       <span class="faint">
         {shape(leaf.shape)} · {brief(leaf.elements)} · ‖g‖ {number(leaf.norm, 2)}
         {leaf.parameter ? "" : " · input"}
