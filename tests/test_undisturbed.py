@@ -7,9 +7,11 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -189,6 +191,56 @@ class Drawn(Part):
         return 1 + random.random() * 1e-3 * float(torch.rand(()))
 
 
+@dataclass(slots=True)
+class Slots:
+    count: int = 0
+
+
+class OnTheClass(Part):
+    """State in attributes of its class, in an object with slots, in bytes."""
+
+    count = 0
+    listed: ClassVar[list[int]] = []
+
+    def setup(self) -> None:
+        type(self).count = 0
+        self.listed.clear()
+        self.slots, self.bytes = Slots(), bytearray(1)
+
+    def moved(self, x: Tensor) -> float:
+        type(self).count += 1
+        self.listed.append(1)
+        self.slots.count += 1
+        self.bytes[0] += 1
+        return 1 / self.count + 1 / len(self.listed) + 1 / self.slots.count + 1 / self.bytes[0]
+
+
+class MakesParts(Part):
+    """Parts that are made when it is first called, and exchanged."""
+
+    def moved(self, x: Tensor) -> float:
+        if "other" not in self._modules:
+            self.other, self.count = nn.Identity(), 0
+        self.linear.add_module("twin", self.other)
+        self.other, self.count = nn.Identity(), self.count + 1
+        return 1 / self.count
+
+
+class Generators(Part):
+    """Random generators and an array of its own."""
+
+    def setup(self) -> None:
+        self.seen = np.zeros(2)
+        self.drawn = {"all": [np.random.default_rng(0), np.random.RandomState(0)]}
+        self.python, self.torch = random.Random(0), [torch.Generator().manual_seed(0)]
+
+    def moved(self, x: Tensor) -> float:
+        self.seen[1] += 1
+        drawn = [each.random() for each in self.drawn["all"]] + [self.python.random()]
+        drawn.append(torch.rand((), generator=self.torch[0]).item())
+        return float(self.seen.sum()) + sum(drawn)
+
+
 class Own(Part):
     """A function of the user's whose backward moves a buffer."""
 
@@ -213,7 +265,8 @@ class Moving(torch.autograd.Function):
 
 PARTS = [
     *(LargeBuffer, NewBuffer, OtherMemory, PlainTensor, Views, Counter, Listed, Nested),
-    *(Around, Unregistered, WrittenParameter, Normed, Spectral, Drawn, Own),
+    *(Around, Unregistered, WrittenParameter, Normed, Spectral, Drawn, Generators, OnTheClass),
+    *(MakesParts, Own),
 ]
 
 
@@ -263,12 +316,25 @@ def state_of(model: nn.Module) -> list[Any]:
             if isinstance(value, (int, float, Tensor)) or key in ("seen", "hidden"):
                 some = value[0].state_dict() if key == "hidden" else value
                 found.append((f"{name}.{key}", copy.deepcopy(some)))
+        if isinstance(module, Generators):
+            found.append(("next", copy.deepcopy(module).moved(torch.ones(2))))
+        if isinstance(module, OnTheClass):
+            found.append(("class", [module.count, sum(module.listed), module.slots.count]))
+        found.append((f"{name} parts", [*map(str, module._modules)]))
     return found
+
+
+def draws() -> list[Any]:
+    """The states of the random generators, but for NumPy's, which nothing here draws from."""
+    return [("torch", torch.get_rng_state()), ("random", torch.tensor(random.getstate()[1]))]
 
 
 def assert_same(found: list[Any], wanted: list[Any]) -> None:
     assert [name for name, _ in found] == [name for name, _ in wanted]
     for (name, x), (_, y) in zip(found, wanted):
+        if name.endswith(" parts"):
+            assert x == y
+            continue
         torch.testing.assert_close(x, y, rtol=0, atol=0, msg=name)
 
 
@@ -386,10 +452,11 @@ def test_saved_tensors_that_can_be_unpacked_once(way: str) -> None:
 def test_influence_leaves_the_model(part: type[Part], way: str) -> None:
     torch.manual_seed(0)
     model = Net(part, way).train()
-    before = state_of(model)
     batches = [torch.randn(5, SIZE) + 3 for _ in range(2)]
-    gt.influence(model, lambda model, x: model(x).square().mean(1), batches)
-    assert_same(state_of(model), before)
+    before = [*state_of(model), *draws()]
+    shuffled = torch.utils.data.DataLoader(batches, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+    gt.influence(model, lambda model, x: model(x).square().mean(1), shuffled)
+    assert_same([*state_of(model), *draws()], before)
     loss = model(batches[0]).square().mean()
     loss.backward()  # versions are what they were
 

@@ -30,7 +30,7 @@ from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.measures.leaf_selection import Leaves, selected, taking_part
 from gradtrace.measures.measures import positive
-from gradtrace.pytorch.side_effects import restored
+from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel
 from gradtrace.trace import Trace
 from gradtrace.tracing.coverage import Coverage
@@ -92,7 +92,8 @@ def influence(
     See docs/distributed.md.
 
     Args:
-        model: The model; it, its mode and its gradients are not changed.
+        model: The model; it, its mode and its gradients are not changed. Random generators are put
+            back, too: what is drawn here (dropout, shuffling) does not change what is drawn after.
         loss_fn: ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each
             sample.
         loader: Batches.
@@ -191,7 +192,7 @@ def over_batches(
     if is_tensor_parallel(model):
         group = _together(group, checkpoint)
     try:
-        with joined(group) as ranks, unwrap.apart(model):
+        with joined(group) as ranks, unwrap.apart(model), same_draws(model):
             own = batches.sharded(loader, ranks.world) if sharded is None else sharded
             files = CheckpointFiles(checkpoint, settings, ranks.rank, ranks.world, kind)
             run = InfluenceRun(ranks, files, own)

@@ -141,30 +141,28 @@ def _memory(tensor: Tensor) -> int:
 class WriteLog:
     """A snapshot of the attributes of a model's modules (also of modules in plain lists) and of the
     contents of their lists, dictionaries and sets; only with ``structure`` also of the tables of
-    hooks and submodules.
+    hooks.
     """
 
     def __init__(self, model: nn.Module, *, structure: bool = False) -> None:
         self._modules: dict[nn.Module, tuple[type, dict[str, Any]]] = {}
         self.state = PythonState()
         self._memory: list[tuple[Tensor, Tensor]] = []
-        self._random: list[tuple[torch.Generator, Tensor]] = []
         waiting = [model]
         while waiting:
             module = waiting.pop()
             if module in self._modules:
                 continue
             self._modules[module] = (type(module), dict(module.__dict__))
+            self.state.note_classes(type(module))
             for name, value in module.__dict__.items():
                 waiting += _modules_in(value)
-                if structure or not (name == "_modules" or name.endswith("_hooks")):
+                if structure or not name.endswith("_hooks"):
                     self._note(value)
 
     def _note(self, value: Any) -> None:
         """Save the contents of a container, the state of a generator, the storage of a tensor."""
         self.state.note((value,))
-        if isinstance(value, torch.Generator):
-            self._random.append((value, value.get_state()))
         inside = value.values() if isinstance(value, dict) else (value,)
         for tensor in inside:
             if isinstance(tensor, Tensor) and not nn.parameter.is_lazy(tensor):
@@ -186,8 +184,6 @@ class WriteLog:
         for tensor, memory in self._memory:  # x.data = y exchanges the storage of a tensor
             if tensor.layout is torch.strided and _memory(tensor) != _memory(memory):
                 tensor.data = memory
-        for generator, state in self._random:
-            generator.set_state(state)
 
 
 def _modules_in(value: Any) -> list[nn.Module]:
