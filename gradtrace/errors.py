@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
 from gradtrace.printable import printable
+
+WITHIN = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
+"""The files that a warning does not name: those of gradtrace, and what its decorators run in."""
 
 
 def did_you_mean(
@@ -109,13 +114,17 @@ class RankFailed(GradtraceError):
     """Another process of a ``torch.distributed`` group failed, ended, or never joined."""
 
 
-def caution(text: str, *more: str, stacklevel: int = 2) -> None:
+def caution(text: str, *more: str) -> None:
     """Warn without interrupting a training run: if warnings are errors, print to stderr instead.
 
-    ``more`` are further lines.
+    ``more`` are further lines. The warning names the line outside of gradtrace that led here: of
+    the user's loop, or of a trainer.
     """
     text = "\n".join(map(printable, (text, *more)))
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(WITHIN):
+        frame, level = frame.f_back, level + 1
     try:
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warnings.warn(text, stacklevel=level)
     except Warning:
         print(f"gradtrace: {text}", file=sys.stderr)

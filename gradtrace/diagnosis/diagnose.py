@@ -353,7 +353,10 @@ def _grouped(missing: Iterable[SilentParameter], bad: NonFiniteValue | None) -> 
         )
 
 
-OUTSIDE = "The loss was computed outside of the watch; compute it inside to have all seen."
+OUTSIDE = (
+    "The loss was computed outside of the watch, so what lies between it and the model's output "
+    "was not seen; compute it inside, or call monitor.begin() where a step begins."
+)
 REENTRANT = "a reentrant checkpoint hides a part of the model (use_reentrant=False shows it)"
 
 

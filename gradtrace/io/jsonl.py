@@ -180,7 +180,7 @@ class AppendFile:
     def _warn_once(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            caution(text, stacklevel=7)
+            caution(text)
 
 
 def _opened_locked(path: Path) -> BinaryIO:

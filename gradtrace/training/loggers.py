@@ -209,8 +209,7 @@ class Loggers:
                 self._failed.add(id(logger))
                 caution(
                     f"{type(logger).__name__} failed to log ({type(error).__name__}: {error}); "
-                    "training goes on",
-                    stacklevel=4,
+                    "training goes on"
                 )
 
 

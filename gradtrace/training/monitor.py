@@ -527,7 +527,7 @@ def _raise_or_warn(error: Exception, note: str, at: Schedule, exchange: RankExch
     """Raise the error of a failed first trace; of later traces, warn and let training go on."""
     if at.traces:
         text = f"step {at.number:,} could not be traced ({note}); training goes on"
-        caution(text, stacklevel=4)
+        caution(text)
         return
     if isinstance(error, GradtraceError):
         where = f"process {exchange.rank}: " if exchange.world > 1 else ""

@@ -77,7 +77,7 @@ class ViewCache:
                 keep(self.path, found)
         except Exception as error:  # no error of a view may end a long training run
             self._wanted = False
-            caution(f"no view was kept: {error}; training goes on", stacklevel=5)
+            caution(f"no view was kept: {error}; training goes on")
         self._cost = budget.clock() - begun
 
     def last(self) -> StoredView | None:
@@ -116,7 +116,7 @@ def report_at_end(
     try:
         write_report(run(), views.last(), path)
     except Exception as error:
-        caution(f"the report was not written: {error}", stacklevel=4)
+        caution(f"the report was not written: {error}")
 
 
 def tell_where(

@@ -101,7 +101,7 @@ class Schedule:
             if wait and late and not self._warned and not isnan(self._budget.typical):
                 self._warned = True
                 missed = self.base + self.traced_at + self.every
-                caution(self._budget.deferral_message(self.every, missed), stacklevel=5)
+                caution(self._budget.deferral_message(self.every, missed))
         elif not self._announced:
             self.due = max(self.due, self.at + self._lead)
             self._announced = True
@@ -154,8 +154,7 @@ class Schedule:
             self._disconnected = True
             caution(
                 f"process {others.rank} cannot reach the others any more ({others.failed}); "
-                "training goes on, and what they find is not added up",
-                stacklevel=4,
+                "training goes on, and what they find is not added up"
             )
         if not others.inbox:
             return

@@ -145,8 +145,7 @@ def warn_of_silent(model: nn.Module, trace: Trace) -> None:
         caution(
             f"{len(silent):,} of {len(trained):,} parameters get no gradient in this step: {shown}."
             " To see why: with gt.watch(model, diagnose=True) as watch: ...; "
-            "print(watch.diagnose(loss))",
-            stacklevel=5,
+            "print(watch.diagnose(loss))"
         )
 
 
@@ -162,9 +161,9 @@ def diagnosed(watched: watch, loss: Tensor, budget: Budget, say: Callable[[str],
         say(str(found))
         if not found.healthy:
             lines = str(found).splitlines()
-            caution("the first step is not healthy", *lines, stacklevel=5)
+            caution("the first step is not healthy", *lines)
     except Exception as error:  # no error of a diagnosis may end a long training run
-        caution(f"the first step was not diagnosed: {error}; training goes on", stacklevel=5)
+        caution(f"the first step was not diagnosed: {error}; training goes on")
     seconds = budget.clock() - begun
     budget.spend(seconds)
     return seconds

@@ -436,4 +436,4 @@ def _headline(found: Incident) -> str:
 
 
 def _tell(one: Pass, evidence: str, more: str) -> None:
-    caution(f"step {one.step:,}: {evidence}. {more}", stacklevel=7)
+    caution(f"step {one.step:,}: {evidence}. {more}")
