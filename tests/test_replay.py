@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
 from gradtrace.autodiff import hooks
-from gradtrace.autodiff.pass_scope import own_work_runs
+from gradtrace.autodiff.pass_scope import collector_off, own_work_runs
 from gradtrace.errors import FreedGraph, GradtraceError, NonFinite
 from gradtrace.ir.kept_recordings import RECORDINGS, RecordingCache
 from gradtrace.ir.program import Program
@@ -603,3 +603,13 @@ def test_the_collector_does_not_run_meanwhile() -> None:
         gc.set_threshold(*threshold)
         gc.callbacks.pop()
     assert within and not any(within)
+
+
+def test_the_collector_is_off_until_the_last_of_several_threads_is_done() -> None:
+    with ThreadPoolExecutor(1) as other:
+        with collector_off():
+            inside = collector_off()
+            other.submit(inside.__enter__).result()
+        assert not gc.isenabled()
+        other.submit(inside.__exit__, None, None, None).result()
+    assert gc.isenabled()

@@ -57,12 +57,16 @@ def own_work() -> Iterator[None]:
             _PASS.own -= 1
 
 
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
+def collector_off() -> contextlib.AbstractContextManager[None]:
     """Within, the garbage collector does not run: a pass makes many small objects that are all in
     use and in no cycle, and to scan them repeatedly, and then all of the process's, takes a
     quarter of the time of a small network's trace.
     """
+    return _COLLECTOR_OFF
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -70,6 +74,9 @@ def collector_off() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+_COLLECTOR_OFF = Switch(_without_collector)  # of the process, so threads share it
 
 
 def own_work_runs() -> bool:
