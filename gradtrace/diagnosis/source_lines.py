@@ -5,10 +5,11 @@ from __future__ import annotations
 import linecache
 import sys
 import sysconfig
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +27,7 @@ class SourceLine(NamedTuple):
         """The call or operation of the line that ran: ``0.1 * kl``. Empty if it is not known,
         as before Python 3.11, or spreads over lines.
         """
-        positions = getattr(self.code, "co_positions", tuple)()
+        positions: Iterable[Any] = getattr(self.code, "co_positions", tuple)()
         first, last, start, end = next(islice(positions, self.at // 2, None), (None,) * 4)
         if first is None or first != last or start is None or end is None:
             return ""
