@@ -62,6 +62,10 @@ def test_table_and_json(script: Path) -> None:
     assert sum(row["score"] for row in rows) == pytest.approx(found["total"])
     text = run(f"{script}:logit", "--top", 2).stdout
     assert "Attribution: gradient × input" in text and "1 more rows" in text
+    largest = sorted(rows, key=lambda row: -abs(row["score"]))[:2]
+    short = json.loads(run(f"{script}:logit", "--top", 2, "--json").stdout)
+    assert short["attribution"]["rows"] == largest
+    assert all(f"{row['score']:.4g}" in text for row in largest)
     for name in ("alone", "later"):
         assert len(json.loads(run(f"{script}:{name}", "--json").stdout)["attribution"]["rows"]) == 3
 

@@ -83,14 +83,26 @@ def measured(
     return found
 
 
+RANKED = ("score", "share")
+"""Columns whose largest numbers tell most; tables without one are cut in their own order."""
+
+
+def _shortened(table: TextTable, most: int | None) -> TextTable:
+    """The rows that tell most, the largest first; the table as it is if it has no more."""
+    if most is None or len(table.rows) <= most:
+        return table
+    names = [column.name for column in table.columns]
+    return table.top(most, next((name for name in RANKED if name in names), None))
+
+
 def write_measure(table: TextTable, top: int | None) -> None:
-    """Print the first rows of a table."""
-    most = top or DEFAULT_TOP
-    more = len(table.rows) - most
-    left = (f"… and {more:,} more rows (--top {len(table.rows)} shows all)",) if more > 0 else ()
-    write_table(replace(table, rows=table.rows[:most], notes=(*left, *table.notes)))
+    """Print the table, or those of its rows that tell most."""
+    shown = _shortened(table, top or DEFAULT_TOP)
+    more = len(table.rows) - len(shown.rows)
+    left = (f"… and {more:,} more rows (--top {len(table.rows)} shows all)",) if more else ()
+    write_table(replace(shown, notes=(*left, *table.notes)))
 
 
 def data(table: TextTable, top: int | None) -> dict[str, Any]:
     """The table for ``--json``."""
-    return {"rows": table.to_dicts()[:top], "notes": list(table.notes)}
+    return {"rows": _shortened(table, top).to_dicts(), "notes": list(table.notes)}
