@@ -57,6 +57,36 @@ def test_changed_weights_are_noticed(change: str, size: int) -> None:
             ask()
 
 
+class Masked(nn.Module):
+    """A layer between an input and a buffer, neither of which requires grad."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+        self.register_buffer("mask", torch.rand(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x).tanh() * self.mask).sum()
+
+
+@pytest.mark.parametrize("size", [4, 300])
+@pytest.mark.parametrize("what", ["input", "buffer"])
+@pytest.mark.parametrize("change", ["scaled", "numpy"])
+def test_changed_inputs_and_buffers_are_noticed(change: str, what: str, size: int) -> None:
+    """A batch in memory of NumPy that the next one overwrites, a moving average by ``.data``."""
+    torch.manual_seed(0)
+    model, x = Masked(size), torch.randn(64, size)
+    with gt.watch(model) as watch:
+        loss = model(x)
+    trace = watch.trace(loss)
+    loss.backward()
+    trace.path("layer.weight", (0, 0))
+    CHANGES[change](x if what == "input" else model.mask)
+    for ask in (lambda: trace.path("layer.weight", (0, 0)), trace.influence, trace.mass):
+        with pytest.raises(GradtraceError, match="changed in place since the trace"):
+            ask()
+
+
 def test_one_element_of_a_small_weight_and_nothing_at_all() -> None:
     torch.manual_seed(0)
     model = nn.Linear(9, 1)

@@ -26,12 +26,14 @@ class WeightFingerprints:
     False
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], whole: int = COMPARE_ALL_MAX_ELEMENTS) -> None:
+        """Tensors of up to ``whole`` elements are compared as a whole."""
         self._views: dict[torch.dtype, list[Tensor]] = {}  # views, not copies
         with torch.no_grad():  # takes less time than to detach each
             for tensor in tensors:
-                if tensor.numel() and tensor.is_cpu and tensor.layout is torch.strided:
-                    flat = _flat_view(tensor)
+                plain = tensor.is_cpu and tensor.layout is torch.strided
+                if plain and tensor.numel() and not tensor._is_zerotensor():
+                    flat = _flat_view(tensor, whole)
                     self._views.setdefault(flat.dtype, []).append(flat)
         self._held = self._read_bits()
 
@@ -44,7 +46,7 @@ class WeightFingerprints:
         return all(map(torch.equal, self._read_bits(), self._held))
 
 
-def _flat_view(tensor: Tensor) -> Tensor:
+def _flat_view(tensor: Tensor, whole: int) -> Tensor:
     """A 1-d view of the elements; of large tensors, of evenly spaced ones.
 
     A tensor that is not contiguous is viewed as the whole range of storage it spans.
@@ -57,4 +59,4 @@ def _flat_view(tensor: Tensor) -> Tensor:
         span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         flat = tensor.as_strided((span,), (1,))
     size = flat.numel()
-    return flat if size <= COMPARE_ALL_MAX_ELEMENTS else flat[:: -(-size // SAMPLE_ELEMENTS)]
+    return flat if size <= whole else flat[:: -(-size // SAMPLE_ELEMENTS)]

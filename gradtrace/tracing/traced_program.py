@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.fingerprints import WeightFingerprints
 from gradtrace.autodiff.names import LazyGradients, unknown
+from gradtrace.autodiff.tuning import SAMPLE_ELEMENTS
 from gradtrace.components.module_parts import WholeProgram
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
@@ -33,12 +34,16 @@ class TensorStates:
     def __init__(self, program: Program) -> None:
         shards = (leaf.shard for leaf in program.leaves if leaf.shard is not None)
         self.versions = [(t, t._version) for t in (*weights_of(program), *shards)]
-        self._prints = WeightFingerprints(leaf.stored for leaf in program.leaves)
+        given = (t for t, _ in self.versions if not t.requires_grad)  # inputs, buffers, masks
+        self._prints = (
+            WeightFingerprints(leaf.stored for leaf in program.leaves),
+            WeightFingerprints(given, SAMPLE_ELEMENTS),
+        )
 
     def hold(self) -> bool:
         """Whether none of them has been changed in place."""
         changed = any(tensor._version != version for tensor, version in self.versions)
-        return not changed and self._prints.hold()
+        return not changed and all(each.hold() for each in self._prints)
 
 
 @dataclass
