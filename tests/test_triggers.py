@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from pages import read
 from torch import Tensor, nn
 from torch.nn import functional as F
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import gradtrace as gt
 from gradtrace.cli import app
