@@ -305,6 +305,34 @@ def test_leaves_without_branches_share_their_counts(monkeypatch: pytest.MonkeyPa
     assert elements <= 10 * 100  # not 100 for each leaf
 
 
+def test_elements_of_a_buffer_are_not_listed_at_each_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listed = 0
+
+    def counted(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **options: Any) -> Tensor:
+            nonlocal listed
+            found = make(*args, **options)
+            listed += found.numel()
+            return found
+
+        return made
+
+    model, steps = nn.Linear(2, 2), 20
+    with gt.watch(model) as watch:
+        out = torch.zeros(2, steps, 2)
+        for t in range(steps):
+            out[:, t] = model(torch.ones(2, 2))
+        loss = out.square().sum()
+    for name in ("full", "arange"):
+        monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
+    trace = watch.trace(loss)
+    assert listed < out.numel()
+    for name, found in zip(("weight", "bias"), torch.autograd.grad(loss, model.parameters())):
+        torch.testing.assert_close(trace.gradients[name], found)
+
+
 @pytest.mark.skipif(cpu_library.library() is None, reason="no compiled library")
 @pytest.mark.parametrize(
     ("name", "kind", "first", "later"),

@@ -133,6 +133,26 @@ def strided_memory(g: Tensor) -> Tensor:
 
 
 @formula
+def windows_that_overlap(g: Tensor) -> Tensor:
+    out = torch.zeros_like(g)
+    out.copy_(g.contiguous().as_strided((3, 4), (2, 1), 1))
+    out[1:].view(-1).as_strided((2, 2), (3, 2)).mul_(2)
+    return out
+
+
+@formula
+def windows_in_windows(g: Tensor) -> Tensor:
+    base = torch.zeros(20, dtype=g.dtype)
+    whole, rows = base[4:16].view(3, 4), base[:8].view(2, 4)
+    turned = whole.t()
+    base[2:14] = g.reshape(-1)  # reaches beyond both
+    turned[1:3, 0] = g[0, :2]
+    rows[1, ::2] *= 3
+    whole[:, 3] += g[:, 0]
+    return whole * 2 + turned.t() + F.pad(rows, (0, 0, 0, 1))
+
+
+@formula
 def another_dtype(g: Tensor) -> Tensor:
     out = torch.zeros(3, 4, dtype=torch.float32)
     out.copy_(g)

@@ -240,6 +240,8 @@ def tiled(maps: Sequence[Map], parts: Sequence[Tensor], order: list[int]) -> Ten
 def gather(source: Tensor, in_shape: Shape) -> Index:
     """The ``Index`` with explicit source numbers (-1: no source)."""
     out_shape = tuple(source.shape)
+    if source.untyped_storage().nbytes() > source.nbytes:
+        source = source.clone()  # a view would keep all of that memory
 
     def move(x: Tensor) -> Tensor:
         flat = x.reshape(-1)

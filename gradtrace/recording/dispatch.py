@@ -20,7 +20,7 @@ from gradtrace.errors import NotLinear
 from gradtrace.ir.program import MapTable, Step
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks
-from gradtrace.linops import Identity, gather
+from gradtrace.linops import Identity, Index, gather
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 from gradtrace.recording import aten_rules, placeholders
 from gradtrace.recording.aten_rules import Call, Chains, shape_of
@@ -253,46 +253,35 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         storage = target.untyped_storage()
         aliases = {id(a): a for a in self._tensors() if a is not target and _shares(a, storage)}
-        if aliases:
-            size = storage.nbytes() // target.element_size()
-            device = target.device
-            numbers = torch.full((size,), -1, dtype=torch.int64, device=device)
-            window = numbers.as_strided(target.size(), target.stride(), target.storage_offset())
-            window.copy_(torch.arange(target.numel(), device=device).reshape(target.shape))
-            for alias in aliases.values():
-                self._overwrite(alias, numbers, target, value)
+        numbers = None
+        for alias in aliases.values():
+            if alias.dtype is not target.dtype or alias.is_conj() != target.is_conj():
+                raise NotLinear("a value was written in place through a view of another dtype")
+            if (inside := aten_rules.overwritten(target, alias)) is not None:
+                self._set(alias, inside, value)
+                continue
+            numbers = _numbered(target) if numbers is None else numbers
+            if (found := _overlap(alias, numbers, target)) is not None:
+                self._set(alias, found, value)
         if value is None:
             self.values.pop(id(target), None)
         else:
             self.values[id(target)] = value
 
-    def _overwrite(self, alias: Tensor, numbers: Tensor, target: Tensor, value: int | None) -> None:
-        """Update an alias of ``target``: written elements come from ``value``, others stay.
-
-        ``numbers`` holds, for each element of the storage, its index in ``target``, or -1.
-        """
-        if alias.dtype is not target.dtype or alias.is_conj() != target.is_conj():
-            raise NotLinear("a value was written in place through a view of another dtype")
-        source = numbers.as_strided(alias.size(), alias.stride(), alias.storage_offset())
-        written = source >= 0
-        if not bool(written.any()):
-            return
-        terms = []
+    def _set(self, alias: Tensor, maps: tuple[Index | None, Index], value: int | None) -> None:
+        """Give an alias its new value, by maps from the old one and from what was written."""
+        kept, new = maps
         old = self.values.get(id(alias))
-        shape = shape_of(alias)
-        spared = ~written
-        if alias.is_complex():
-            source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
-            spared = spared.unsqueeze(-1)
-        if old is not None and bool(spared.any()):
-            terms.append(self.maps.term(aten_rules.mask_map(spared, shape), old))
+        terms = []
+        if old is not None and kept is not None:
+            terms.append(self.maps.term(kept, old))
         if value is not None:
-            terms.append(self.maps.term(gather(source, shape_of(target)), value))
+            terms.append(self.maps.term(new, value))
         if not terms:
             self.values.pop(id(alias), None)
             return
         now = self.new()
-        self.steps.append(Step(now, tuple(terms), shape, alias.dtype.to_real()))
+        self.steps.append(Step(now, tuple(terms), shape_of(alias), alias.dtype.to_real()))
         self.values[id(alias)] = now
 
     def _clone_weights_sharing(self, target: Any) -> None:
@@ -316,6 +305,31 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _shares(x: Tensor, storage: torch.UntypedStorage) -> bool:
     return bool(x.untyped_storage()._cdata == storage._cdata)
+
+
+def _numbered(target: Tensor) -> Tensor:
+    """For each element of a tensor's storage its index in the tensor, or -1."""
+    size, device = target.untyped_storage().nbytes() // target.element_size(), target.device
+    numbers = torch.full((size,), -1, dtype=torch.int64, device=device)
+    window = numbers.as_strided(target.size(), target.stride(), target.storage_offset())
+    window.copy_(torch.arange(target.numel(), device=device).reshape(target.shape))
+    return numbers
+
+
+def _overlap(alias: Tensor, numbers: Tensor, target: Tensor) -> tuple[Index | None, Index] | None:
+    """``aten_rules.overwritten``, by ``numbers`` of the elements of ``target``; None if the two do
+    not overlap.
+    """
+    source = numbers.as_strided(alias.size(), alias.stride(), alias.storage_offset())
+    written = source >= 0
+    if not bool(written.any()):
+        return None
+    spared, shape = ~written, shape_of(alias)
+    if alias.is_complex():
+        source = torch.stack([2 * source, 2 * source + 1], -1).clamp(min=-1)
+        spared = spared.unsqueeze(-1)
+    kept = aten_rules.mask_map(spared, shape) if bool(spared.any()) else None
+    return kept, gather(source, shape_of(target))
 
 
 def close(a: Tensor, b: Tensor, slack: float = 0.0) -> bool:

@@ -19,7 +19,7 @@ from gradtrace.recording.aten_rules.call import (
 from gradtrace.recording.aten_rules.decompositions import OPENED
 from gradtrace.recording.aten_rules.distances import distance_maps
 from gradtrace.recording.aten_rules.elementwise import mask_map, probe
-from gradtrace.recording.aten_rules.movement import view
+from gradtrace.recording.aten_rules.movement import overwritten, view
 from gradtrace.recording.aten_rules.sparse import matrix_times, times_matrix
 from gradtrace.recording.aten_rules.table import RULES
 from gradtrace.recording.aten_rules.unit_columns import dense
@@ -37,6 +37,7 @@ __all__ = [
     "distance_maps",
     "mask_map",
     "matrix_times",
+    "overwritten",
     "probe",
     "real_dtype",
     "shape_of",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtrace.errors import NotLinear
 from gradtrace.linops import Identity, Index, Slot, gather
 from gradtrace.recording.aten_rules.call import Call, Chains, pairwise, real, shape_of
+from gradtrace.types import Shape
 
 
 def reshape(call: Call) -> Chains:
@@ -20,11 +21,72 @@ def reshape(call: Call) -> Chains:
     return [([Identity(shape_of(dep), real(call.out.shape, dep))], dep)]
 
 
+class Window(NamedTuple):
+    """Where a tensor lies in a contiguous one whose memory it shares: no list of element numbers
+    is needed, which a loop that writes into a buffer would make at each step.
+    """
+
+    shape: Shape
+    stride: Shape
+    start: int
+    once: bool  # whether no element is there twice
+
+    @classmethod
+    def of(cls, inner: Tensor, outer: Tensor) -> Window | None:
+        """None if ``outer`` is not contiguous, does not hold all of ``inner``, or is complex."""
+        if not (inner.numel() and outer.is_contiguous()) or outer.is_complex():
+            return None
+        sizes = sorted((step, n) for step, n in zip(inner.stride(), inner.shape) if n > 1)
+        start = inner.storage_offset() - outer.storage_offset()
+        end, once = start, True
+        for step, n in sizes:
+            once = once and step > end - start
+            end += step * (n - 1)
+        if start < 0 or end >= outer.numel():
+            return None
+        return cls(tuple(inner.shape), tuple(inner.stride()), start, once)
+
+    def read(self, x: Tensor) -> Tensor:
+        """The elements of ``inner``, as a view."""
+        x = x.contiguous()
+        return x.as_strided(self.shape, self.stride, x.storage_offset() + self.start)
+
+    def cleared(self, x: Tensor) -> Tensor:
+        """``x`` with zeros in place of ``inner``."""
+        x = x.clone(memory_format=torch.contiguous_format)
+        self.read(x).zero_()
+        return x
+
+    def placed(self, x: Tensor, shape: Shape) -> Tensor:
+        """``x`` in place of ``inner``, and zeros elsewhere in this shape."""
+        out = x.new_zeros(shape)
+        self.read(out).copy_(x.reshape(self.shape))
+        return out
+
+
+def overwritten(target: Tensor, alias: Tensor) -> tuple[Index | None, Index] | None:
+    """The maps from the old value of ``alias`` (None: nothing of it stays) and from what is written
+    to ``target``, which lies in it, to its new value; None if ``Window`` cannot tell.
+    """
+    window = Window.of(target, alias)
+    if window is None or not window.once:
+        return None
+    shape, part = shape_of(alias), shape_of(target)
+    old = Index(window.cleared, shape, shape, fills=True, injective=True)
+    partial = target.numel() < alias.numel()
+    new = Index(lambda x: window.placed(x, shape), part, shape, fills=partial, injective=True)
+    return (old if partial else None), new
+
+
 def strided(call: Call) -> Chains:
-    """``as_strided``: a gather, whose indices are found by writing element numbers into a storage
-    of the same size and reading them with the strides of the result.
+    """``as_strided``: a view, or a gather, whose indices are found by writing element numbers into
+    a storage of the same size and reading them with the strides of the result.
     """
     dep, out = call.dep, call.out
+    window = Window.of(out, dep)
+    if window is not None:
+        once = True if window.once else None
+        return [([Index(window.read, shape_of(dep), shape_of(out), injective=once)], dep)]
     size = dep.untyped_storage().nbytes() // dep.element_size()
     memory = torch.full((size,), -1, device=dep.device)
     place = memory.as_strided(dep.size(), dep.stride(), dep.storage_offset())
