@@ -478,7 +478,7 @@ def _words_of(found: Products | None) -> str:
         return "no leaf has paths through either"
     if isnan(found.cosine):
         return "nothing came through one of them"
-    words = "against each other" if found.cosine < AGAINST else "apart"
+    words = "against each other" if found.cosine < AGAINST else "neither way"
     words = "the same way" if found.cosine > -AGAINST else words
     return f"{words}; a path may pass both" if found.overlap else words
 

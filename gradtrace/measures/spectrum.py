@@ -58,7 +58,8 @@ class Spectrum(Summarised):
 
     Shares of mass add up to 1, and so do those of the gradient, which may be negative where paths
     of a grade pull against the whole. ``gradients`` are the parts of the gradient by grade, for the
-    spectrum of one leaf; they add up to its gradient.
+    spectrum of one leaf; they add up to its gradient. For several losses, the gradient is that of
+    their sum.
     """
 
     by: By
@@ -137,7 +138,8 @@ def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spe
         )
         for n in sorted(masses.keys() | inner.keys())
     )
-    return Spectrum(kind, rows, float(p), of, parts, traced.notes)
+    summed = [f"of the sum of {traced.pairs:,} losses"] if traced.pairs > 1 else []
+    return Spectrum(kind, rows, float(p), of, parts, (*summed, *traced.notes))
 
 
 def _measured(

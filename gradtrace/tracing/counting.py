@@ -173,18 +173,18 @@ def counted_sample(
     assert table.measured is not None
     return replace(
         table,
-        notes=(_drawn_note(drawn), *table.notes),
+        notes=(_drawn_note(drawn, traced.pairs), *table.notes),
         measured=replace(table.measured, sampled=drawn.sample < population),
     )
 
 
-def _drawn_note(drawn: Drawn) -> str:
+def _drawn_note(drawn: Drawn, pairs: int) -> str:
     if not drawn.left:
         return f"paths of {drawn.sample:,} elements"
-    return (
-        f"paths of {drawn.sample:,} of {drawn.population:,} elements, drawn at random; ± is the "
-        "standard error of that sample"
-    )
+    many = f"{drawn.sample:,} of {drawn.population:,} elements, drawn at random"
+    if pairs > 1:
+        return f"paths of {many} for each loss; ± is the standard error over losses and samples"
+    return f"paths of {many}; ± is the standard error of that sample"
 
 
 def count_followed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite, nan
+from math import copysign, floor, isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -205,15 +205,17 @@ def combined(one: Coverage | None, other: Coverage | None) -> Coverage | None:
 
 
 def percent(part: float) -> str:
-    """A part of a whole, short: ``16%``, ``1.3%``, ``-40%``, ``31 times``.
+    """A part of a whole, short: ``16%``, ``1.3%``, ``-40%``, ``31 times``. Only the whole is 100%.
 
-    >>> [percent(x) for x in (0.164, 0.0132, -0.4, 31.0, 0.0)]
-    ['16%', '1.3%', '-40%', '31 times', '0%']
+    >>> [percent(x) for x in (0.164, 0.0132, -0.4, 31.0, 0.0, 0.9999, 1.0)]
+    ['16%', '1.3%', '-40%', '31 times', '0%', '99.9%', '100%']
     """
     if not isfinite(part):
         return "–"
     if abs(part) >= 10:
         return f"{part:.2g} times" if abs(part) >= 1e6 else f"{part:,.0f} times"
+    if 0.995 <= abs(part) < 1:
+        return f"{copysign(floor(abs(part) * 1000) / 1000, part):.1%}"
     return f"{part:.1%}" if 0 < abs(part) < 0.0995 else f"{part:.0%}"
 
 
