@@ -11,11 +11,11 @@ import torch
 
 from gradtrace import report as reports
 from gradtrace.autodiff.loss_checks import isolated
-from gradtrace.components.components import Components
+from gradtrace.components.components import Components, spelt
 from gradtrace.errors import GradtraceError, TooLarge
 from gradtrace.flow import Flow, flow_of
 from gradtrace.ir import interpreter, memory
-from gradtrace.measures.decompose import decomposed
+from gradtrace.measures.decompose import decomposed, possible
 from gradtrace.measures.decomposition import Decomposition
 from gradtrace.measures.leaf_selection import Leaves, influence_of
 from gradtrace.measures.measures import Measures, positive
@@ -231,7 +231,7 @@ class Trace(Measures):
         Row('MulBackward0', through=1, eligible=2, share=0.5, weighted=0.01799, unreached=0, own=0)
         """
         self.check_unchanged()
-        by = checked_weight(weight)
+        by, components = checked_weight(weight), spelt(components)
         chosen = chosen_components(self, components)
         drawn = None if sample is None else (positive("sample", sample), seed)
         rows = None if leaf_rows is None else (leaf_rows, seed)
@@ -265,7 +265,7 @@ class Trace(Measures):
         1.0
         """
         self.check_unchanged()
-        return decomposed(self, component_finder(self).choose(components))
+        return possible(decomposed(self, component_finder(self).choose(components)))
 
     @isolated()
     def flow(self) -> Flow:

@@ -428,3 +428,90 @@ def test_one_element_with_dimensions() -> None:
 def test_a_loss_of_no_elements() -> None:
     with pytest.raises(NotScalar, match="0 elements"):
         gt.backward(torch.ones(0, requires_grad=True) * 2)
+
+
+# Components ---------------------------------------------------------------------------------------
+
+TABLES = ("influence", "decompose", "mass", "agreement")
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_components_that_are_no_names(table: str) -> None:
+    """Every table says the same of them."""
+    model = Net(nn.Linear(3, 3))
+    watch, loss = watched(model)
+    trace = watch.trace(loss)
+    ask: Callable[..., Any] = getattr(trace, table)
+    nothing: tuple[Any, ...] = ([], {}, (), iter(()))
+    for empty in nothing:
+        with pytest.raises(GradtraceError, match="name at least one"):
+            ask(empty)
+    for module in (model.middle, [model.middle], {"it": [model.middle]}, {"it": model.middle}):
+        with pytest.raises(
+            GradtraceError, match=r"not modules such as Linear; name it: \['middle'\]"
+        ):
+            ask(module)
+    with pytest.raises(GradtraceError, match="Tanh; it is none of the watched model"):
+        ask([nn.Tanh()])
+    with pytest.raises(GradtraceError, match="components is made of 3; give names"):
+        ask(3)
+    with pytest.raises(GradtraceError, match="component 3 is made of 3; give names"):
+        ask([3])
+    with pytest.raises(GradtraceError, match="called by names, not 3"):
+        ask({3: ["middle"]})
+    with pytest.raises(GradtraceError, match="'it' is made of nothing"):
+        ask({"it": []})
+    with pytest.raises(UnknownName, match="'' is the whole model"):
+        ask([""])
+
+
+class Branches(nn.Module):
+    """Two branches, of which a batch may take one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        h = self.embed(x)
+        return self.out(self.a(h) + self.b(h) if both else h).square().sum()
+
+
+def test_components_are_read_once() -> None:
+    """An iterator can be, and a list may be changed before the table is printed."""
+    torch.manual_seed(1)  # here the rules contradict each other
+    model = Branches().double()
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 3).double())
+    names, trace = ["a", "b"], watch.trace(loss)
+    table, other = trace.influence(iter(names)), trace.influence(names)  # type: ignore[arg-type]
+    names.append("none such")
+    assert str(table) == str(other) and "The rules contradict each other: " in str(table)
+    data, ask = [torch.randn(2, 3).double()] * 2, {"components": iter(["a"])}
+    found = gt.influence(model, lambda m, x: m(x), data, **ask)  # type: ignore[arg-type]
+    assert found.pairs == 2 and found.names == ("a",)
+
+
+def test_batches_that_pass_none_of_the_components() -> None:
+    """They add nothing; a single loss of which none is passed is an error."""
+    model, x = Branches().double(), torch.randn(2, 3).double()
+    with gt.watch(model) as watch:
+        loss = model(x, both=False)
+    with pytest.raises(GradtraceError, match="no path from a leaf to this loss can pass 'a', 'b'"):
+        watch.trace(loss).decompose(["a", "b"])
+    split = [gt.decompose(model, lambda m, way: m(x, way), ways, components=["a", "b"])
+             for ways in ([True], [False, True])]  # fmt: skip
+    assert split[1].pairs == 2 and split[1].shares == split[0].shares
+    assert sum(split[1].shares.values()) == pytest.approx(1, abs=1e-9)
+
+
+def test_leaves_without_elements() -> None:
+    """No table has anything to say of them, and each says so."""
+    x = torch.zeros(0, 2, requires_grad=True)
+    for rule in ("greedy", "edge", "viterbi"):
+        trace = gt.trace(x.tanh().sum(), names={"x": x}, rule=rule)
+        for table in (trace.influence(), trace.influence(sample=5), trace.agreement()):
+            assert "No element has a path" in str(table) and "nan" not in str(table)
+            assert "of elements" not in str(table)
+        assert "nan" not in str(trace.spectrum()) and "nan" not in str(trace.mass())

@@ -442,6 +442,8 @@ def test_powers_that_are_none(p: Any) -> None:
 def test_infinite_power_is_viterbi() -> None:
     with pytest.raises(GradtraceError, match="rule='viterbi'"):
         traced("Residual").mass(p=float("inf"))
+    with pytest.raises(GradtraceError, match=r"at most 1,000,000.*rule='viterbi'"):
+        traced("Residual").mass(p=1e308)
 
 
 def test_unknown_components() -> None:
@@ -633,3 +635,39 @@ def test_shares_over_100_percent_are_explained() -> None:
     total = sum(row.share for row in table.rows)
     assert total > 1 and f"shares add up to {total:.0%}: each is of the paths" in str(table)
     assert "add up" not in str(trace.mass(["left", "right"]))
+
+
+def branches(scale: float = 1.0, dtype: torch.dtype = torch.float64) -> gt.Trace:
+    """A leaf with two ways to the loss, along weights of this size."""
+    x, a, b = (torch.tensor([v, 2 * v], dtype=dtype, requires_grad=True) for v in (1.0, 3.0, 4.0))
+    loss = (x * (a.detach() * scale) + x * (b.detach() * -scale)).sum()
+    return gt.trace(loss, names={"x": x})
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e100])
+def test_powers_of_weights_that_leave_the_range_of_floats(scale: float) -> None:
+    """|1e-100|**8 is 0 as a float, and |1e100|**8 infinite: such masses are logarithms."""
+    shares = branches(scale).mass("arguments", p=8).shares
+    assert list(shares.values()) == pytest.approx([3**8 / (3**8 + 4**8), 4**8 / (3**8 + 4**8)])
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-9)
+
+
+def test_nothing_is_compared_with_gradients_that_are_none() -> None:
+    """The table says in words why, whatever is wrong with the gradient."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    cancelled = gt.trace((x * 3 - x * 3).sum(), names={"x": x})
+    assert isnan(cancelled.cancellation())
+    assert "the gradient is 0: all paths cancel" in str(cancelled.mass("arguments"))
+    dead = gt.trace((x * 0).sum(), names={"x": x}).mass("operators")
+    assert "the gradient is 0: no path has a weight other than 0" in str(dead)
+    assert "pass through SumBackward0, MulBackward0 with a weight other than 0" in str(dead)
+    broken = gt.trace((x + (x * 0).sqrt()).sum(), names={"x": x}, nonfinite="allow")
+    assert isnan(broken.cancellation()) and isnan(broken.mass("arguments").cancellation)
+    assert "some gradients are NaN or infinite" in str(broken.mass("arguments"))
+
+
+def test_half_precision_gradients_are_summed_in_single() -> None:
+    """Σ |gradient| of these is above the largest float16."""
+    x = torch.ones(300, dtype=torch.float16, requires_grad=True)
+    trace = gt.trace((x * 300).float().sum(), names={"x": x})
+    assert trace.mass("operators").gradient == 90_000 and trace.cancellation() == 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -26,13 +26,19 @@ Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 """How a caller names components; see ``ComponentFinder.choose``."""
 
 
-def spelt(components: Components) -> object:
-    """Components as JSON values, to check that a file was made for the same components."""
-    if components is None or isinstance(components, str):
-        return components
+def spelt(components: Components) -> Components:
+    """Components as JSON values: to check that a file was made for the same components, and to ask
+    for them again whatever becomes of the list that was given.
+    """
     if isinstance(components, Mapping):
-        return {k: v if isinstance(v, str) else list(v) for k, v in components.items()}
-    return list(components)
+        return {name: _listed(parts) for name, parts in components.items()}
+    return _listed(components)
+
+
+def _listed(given: Any) -> Any:
+    """Several names as a list; what is none is left as it is, for an error."""
+    alone = isinstance(given, (str, nn.Module)) or not isinstance(given, Iterable)
+    return given if alone else list(given)
 
 
 SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
@@ -257,11 +263,28 @@ class ComponentFinder:
             names = [n for n in region.bits if n]
             found = [Component(n, region.bits[n], region.owns.get(n, frozenset())) for n in names]
             return ComponentSelection(found, self.component_bits)
-        if not isinstance(components, Mapping):
+        components = spelt(components)
+        if isinstance(components, list):
             components = {name: name for name in components}
+        if not isinstance(components, Mapping):
+            raise GradtraceError(self._not_names("components", components))
+        if not components:
+            raise GradtraceError("there is no component: name at least one, or leave them out")
         regions: dict[str, Region] = {}
         found = [self._group(name, parts, regions) for name, parts in components.items()]
         return ComponentSelection(found, self.component_bits)
+
+    def _not_names(self, what: str, given: object) -> str:
+        """What is wrong with a component that is given by something else than a name."""
+        if isinstance(given, nn.Module):
+            modules = {} if self.model is None else dict(named_modules(self.model))
+            names = [name for name, module in modules.items() if name and module is given]
+            hint = f"name it: [{names[0]!r}]" if names else "it is none of the watched model"
+            return f"components are names, not modules such as {type(given).__name__}; {hint}"
+        return (
+            f"{what} is made of {given!r}; give names such as 'encoder.*', 'class:LSTM', "
+            "'operator:AddmmBackward0', 'label:head 0'"
+        )
 
     def _region(self, kind: str, strict: bool = True) -> Region:
         makers = dict(
@@ -279,17 +302,28 @@ class ComponentFinder:
             raise UnknownName(_EMPTY[kind])
         return region
 
+    def _names(self, name: object, parts: object) -> list[str]:
+        """The names that a component is made of; an error for anything else."""
+        found = parts if isinstance(parts, list) else [parts]
+        for part in found:
+            if not isinstance(part, str):
+                raise GradtraceError(self._not_names(f"component {name!r}", part))
+            if not part:
+                raise UnknownName(
+                    "component '' is the whole model, whose own operators are not told from those "
+                    "outside it; name modules inside it, or all of them: '*'"
+                )
+        if not isinstance(name, str):
+            raise GradtraceError(f"components are called by names, not {name!r}")
+        if not found:
+            raise GradtraceError(f"component {name!r} is made of nothing; give it at least a name")
+        return found
+
     def _group(
         self, name: str, parts: str | Sequence[str], regions: dict[str, Region]
     ) -> Component:
         bits, owns = 0, frozenset[str]()
-        several = isinstance(parts, Iterable) and not isinstance(parts, str)
-        for part in parts if several else [parts]:
-            if not isinstance(part, str):
-                raise GradtraceError(
-                    f"component {name!r} is made of {part!r}; give names such as 'encoder.*', "
-                    "'class:LSTM', 'operator:AddmmBackward0', 'label:head 0'"
-                )
+        for part in self._names(name, parts):
             prefix, _, rest = part.partition(":")
             kind = _PREFIX.get(prefix, "modules") if rest else "modules"
             pattern = rest if rest and prefix in _PREFIX else part

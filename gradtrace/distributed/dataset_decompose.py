@@ -9,9 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, spelt
 from gradtrace.distributed.dataset_influence import LossFn, RunOptions, over_batches
+from gradtrace.measures.decompose import decomposed
 from gradtrace.measures.decomposition import Decomposition
+from gradtrace.tracing.counting import component_finder
 from gradtrace.watch import watch
 
 
@@ -62,14 +65,17 @@ def decompose(
     >>> split.pairs, round(split.shares["a"] + split.shares["b"], 6)
     (12, 1.0)
     """
+    components = spelt(components)
 
     def measure(watched: watch, loss: Tensor, number: int) -> Decomposition:
-        # the source would keep the graph of the batch
-        return replace(watched.trace(loss).decompose(components), source=None)
+        trace = watched.trace(loss)
+        with isolated():  # a batch may pass none of the components
+            found = decomposed(trace, component_finder(trace).choose(components))
+        return replace(found, source=None)  # which would keep the graph of the batch
 
     found = over_batches(
         "decomposition",
-        {"components": spelt(components)},
+        {"components": components},
         (model, loss_fn, loader),
         measure,
         RunOptions(checkpoint, progress, group, sharded),

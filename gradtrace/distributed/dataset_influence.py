@@ -125,8 +125,9 @@ def influence(
     >>> table.pairs, table.shares["2"], table.errors["2"]
     (12, 1.0, 0.0)
     """
+    components = spelt(components)
     settings = {
-        "components": spelt(components),
+        "components": components,
         "weight": weight,
         "rule": rule,
         "granularity": granularity,

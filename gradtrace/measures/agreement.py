@@ -122,6 +122,7 @@ class Agreement(Tabular):
             f"{' and '.join(pair)} choose the same path for {percent(share)} of elements, and the "
             f"same components for {percent(self.same_components[pair])}"
             for pair, share in self.same_path.items()
+            if self.elements
         ]
         found += [f"{rule}: {each.in_words()}" for rule, each in self.coverage.items()]
         return (*found, *filter(None, [self.warning()]))

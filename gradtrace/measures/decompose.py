@@ -43,14 +43,24 @@ Flags = npt.NDArray[np.bool_]
 
 def decomposed(traced: TracedProgram, chosen: ComponentSelection) -> Decomposition:
     """The decomposition of a trace's gradient by the chosen components."""
-    if not chosen.components:
-        raise GradtraceError("there is no component to decompose by: name at least one")
     routes = ComponentRoutes.of(traced.program, chosen.components, chosen.component_bits)
     totals = Totals.of(traced, chosen, routes)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         for wanted in _sweeps(traced, routes):
             totals.add(components_in(wanted), list(_products(traced, routes, wanted)))
     return totals.result(ThroughSource(traced, routes, totals.names))
+
+
+def possible(found: Decomposition) -> Decomposition:
+    """The decomposition; an error if no path can pass any of its components."""
+    if not found.parts:
+        names = [repr(row.name) for row in found.rows]
+        named = ", ".join(names[:4]) + (", ..." if names[4:] else "")
+        raise GradtraceError(
+            f"no path from a leaf to this loss can pass {named}: not called, or nothing behind it "
+            "needs a gradient"
+        )
+    return found
 
 
 def _sweeps(traced: TracedProgram, routes: ComponentRoutes) -> Iterator[int]:
@@ -263,7 +273,6 @@ class Totals:
 
     def result(self, source: ThroughSource) -> Decomposition:
         """The decomposition."""
-        self._refuse_impossible()
         names, notes = self.names, list(self.traced.notes)
         could = self.may & ~self.owned
         sizes = np.array([leaf.tensor.numel() for leaf in self.traced.program.leaves])
@@ -280,19 +289,12 @@ class Totals:
         )
         if self.skipped:
             notes.append(
-                f"leaves whose gradient is NaN or infinite are left out: {', '.join(self.skipped)}"
+                "leaves whose gradient is NaN, infinite or too large to be squared are left out: "
+                f"{', '.join(self.skipped)}"
             )
         return Decomposition(
             components, self._leaves(), self._crossing(), self.traced.pairs, tuple(notes), source
         )
-
-    def _refuse_impossible(self) -> None:
-        if self.names and not self.may.any():
-            named = ", ".join(map(repr, self.names[:4])) + (", ..." if self.names[4:] else "")
-            raise GradtraceError(
-                f"no path from a leaf to this loss can pass {named}: not called, or nothing behind "
-                "it needs a gradient"
-            )
 
     def _leaves(self) -> tuple[LeafPart, ...]:
         found = []

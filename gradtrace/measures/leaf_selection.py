@@ -125,7 +125,7 @@ def _counted_element(
     drawn = {value: torch.tensor([element], device="cpu")}
     followed = (follow_paths(traced, drawn, pair, chosen) for pair in range(traced.pairs))
     table = count_followed(traced, chosen, followed, {value: 1})
-    return _noted(table, f"{name}{list(indices(index))}")
+    return _noted(table, f"{name}{list(indices(index)) or ''}")
 
 
 def coverage_of(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, ComponentSelection
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import GradtraceError, NonFinite, UnknownName, did_you_mean
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries
@@ -111,8 +111,7 @@ class Mass(Tabular):
         for row in self.rows:
             if row.name == name:
                 return row
-        known = ", ".join(row.name for row in self.rows[:8])
-        raise UnknownName(f"no component {name!r} in this table; there are {known}")
+        raise UnknownName(f"no component {name!r} in this table{did_you_mean(name, self.names)}")
 
     def __iter__(self) -> Iterator[MassRow]:
         return iter(self.rows)
@@ -137,9 +136,9 @@ class Mass(Tabular):
 
     @property
     def gradient(self) -> float:
-        """``Σ |gradient|`` over all leaves, of one loss and for ``p = 1``; else nan. Of more than
-        four million elements it is summed when first asked for or printed, which takes the trace;
-        if that is gone, or was changed, it is nan.
+        """``Σ |gradient|`` over all leaves, of one loss and for ``p = 1``; else nan. It is infinite
+        if a gradient is infinite or NaN. Of more than four million elements it is summed when first
+        asked for or printed, which takes the trace; if that is gone, or was changed, it is nan.
         """
         if "size" not in self.__dict__:
             self.__dict__["size"] = nan if self.source is None else self.source()
@@ -151,7 +150,7 @@ class Mass(Tabular):
         that cancel in it. nan where ``gradient`` is; ``Trace.cancellation`` is that of several
         losses.
         """
-        return self.total / self.gradient if self.gradient else nan
+        return self.total / self.gradient if 0 < self.gradient < inf else nan
 
     def merge(self, *others: Mass) -> Mass:
         """The table over the pairs of all tables; the same in any order and grouping.
@@ -212,11 +211,8 @@ class Mass(Tabular):
         if not isnan(self.cancellation):
             much = f"{self.cancellation:.3g} times the gradient: the rest cancels"
             words.append(f"all paths carry {much if self.cancellation > 1.0005 else NO_REST}")
-        elif self.source is not None and isnan(self.gradient):
-            words.append(
-                "how many times the gradient all paths carry is not known, as the trace is gone or "
-                "was changed: print the table before, or keep trace.cancellation()"
-            )
+        elif self.source is not None:
+            words.append(self._uncompared())
         total = sum(row.share for row in self.rows if row.moments.e)
         if total > 1.0005:
             words.append(
@@ -226,8 +222,22 @@ class Mass(Tabular):
         apart = [row.name for row in self.rows if not row.moments.e]
         if apart:
             shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if apart[3:] else "")
-            words.append(f"no path of a leaf outside it can pass through {shown}")
+            words.append(
+                f"no path of a leaf outside it can pass through {shown} with a weight other than 0"
+            )
         return (*words, *self.notes)
+
+    def _uncompared(self) -> str:
+        """Why it is not said how many times the gradient all paths carry."""
+        if not self.gradient:
+            why = "all paths cancel" if self.total else "no path has a weight other than 0"
+            return f"the gradient is 0: {why}"
+        if not isnan(self.gradient):
+            return "some gradients are NaN or infinite, so paths are not compared with them"
+        return (
+            "how many times the gradient all paths carry is not known, as the trace is gone or "
+            "was changed: print the table before, or keep trace.cancellation()"
+        )
 
     def __repr__(self) -> str:
         return printable(f"Mass({len(self.rows)} components, p={self.p:g}, {self.pairs:,} pairs)")
@@ -241,8 +251,26 @@ def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
 
 
 def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1.0) -> Mass:
-    """The table of the chosen components."""
-    semiring, program, facts = _semiring(p), traced.program, traced.kept.facts(chosen)
+    """The table of the chosen components. Powers of weights that leave the range of floats are
+    taken as logarithms.
+    """
+    if p == 1:
+        return _mass_in(Abs(), traced, chosen)
+    if p <= LOGARITHMS_FROM:
+        with suppress(NonFinite):
+            table = _mass_in(Abs(p=checked_power(p)), traced, chosen)
+            empty = [n for n, row in enumerate(table.rows) if not row.moments.e]
+            if not empty:
+                return table
+            plain = mass_through(traced, chosen)
+            if not any(plain.rows[n].moments.e for n in empty):
+                return table
+    return _mass_in(LogAbs(p=checked_power(p)), traced, chosen)
+
+
+def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSelection) -> Mass:
+    """The table, in a semiring of masses."""
+    program, facts = traced.program, traced.kept.facts(chosen)
     plan, owned = facts.mass_plan(program), facts.owners()
     entries, tails = plan.entries, leaf_tails(program, plan.entered)
 
@@ -267,7 +295,7 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
     rows = tuple(MassRow(name, moments(2 << k)) for k, name in enumerate(names))
     masses = sum(sum(each.leaves.values()) for each in found)
     total = as_float(in_units(masses, found[0].power))
-    return Mass(rows, float(p), traced.pairs, total, traced.notes)
+    return Mass(rows, semiring.p, traced.pairs, total, traced.notes)
 
 
 def _gradient_source(traced: TracedProgram) -> Callable[[], float]:
@@ -292,9 +320,14 @@ def _gradient_source(traced: TracedProgram) -> Callable[[], float]:
 
 
 def gradient_size(program: Program) -> float:
-    """``Σ |gradient|`` over all leaves."""
-    sizes = [leaf.compute().abs().sum() for leaf in program.leaves]
-    return sum(fetch_scalars(sizes))
+    """``Σ |gradient|`` over all leaves; infinite if one is infinite or NaN."""
+    sizes = [_size(leaf.compute()) for leaf in program.leaves]
+    total = sum(fetch_scalars(sizes))
+    return inf if isnan(total) else total
+
+
+def _size(x: Tensor) -> Tensor:
+    return x.abs().sum(dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def cancellation_of(traced: TracedProgram) -> float:
@@ -313,7 +346,7 @@ def cancellation_of(traced: TracedProgram) -> float:
         (found,) = finitely(program, measured)
         size = gradient_size(program)
     mass = in_units(sum(found.leaves.values()), found.power)
-    return as_float(mass / Fraction(size)) if size else nan
+    return as_float(mass / Fraction(size)) if 0 < size < inf else nan
 
 
 LIFTED_PART = 4
@@ -336,20 +369,23 @@ def lifted(semiring: Semiring, program: Program, tails: dict[int, int]) -> Semir
     return LiftedAbs.of(weights, sys.maxsize if free is None else free // LIFTED_PART)
 
 
+MAX_POWER = 1e6
+"""The largest power: with it, a path that weighs 0.1% more than another counts e**1000 times."""
+
 LOGARITHMS_FROM = 16
 """Above this power masses are computed as logarithms: elements of one tensor are too far apart."""
-
-
-def _semiring(p: float) -> Semiring:
-    return Abs(p=checked_power(p)) if p <= LOGARITHMS_FROM else LogAbs(p=checked_power(p))
 
 
 def checked_power(p: float) -> float:
     """A finite number above 0, or a clear error."""
     number = isinstance(p, (int, float)) and not isinstance(p, bool)
-    if not number or not 0 < p < inf:
-        hint = "; for the heaviest path alone: trace(rule='viterbi')" if p == inf else ""
-        raise GradtraceError(f"p is a positive number, not {p!r}{hint}")
+    if not number or not p > 0:
+        raise GradtraceError(f"p is a positive number, not {p!r}")
+    if p > MAX_POWER:
+        raise GradtraceError(
+            f"p is a positive number, not {p!r}, and at most {MAX_POWER:,.0f}; for the heaviest "
+            "path alone: trace(rule='viterbi')"
+        )
     return float(p)
 
 

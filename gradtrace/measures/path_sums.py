@@ -41,7 +41,8 @@ class PathSums(TracedProgram):
     @isolated()
     def cancellation(self) -> float:
         """``Σ |weight| / Σ |gradient|``, at least 1: how many times the gradient all paths carry,
-        the rest of which cancels. For several losses, of their sum.
+        the rest of which cancels. For several losses, of their sum. nan if the gradient is 0, NaN
+        or infinite.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor(2.0, requires_grad=True)

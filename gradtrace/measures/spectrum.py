@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import nan
+from math import isnan, nan
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -103,13 +103,19 @@ class Spectrum(Summarised):
             TextColumn("share of gradient", "share"),
             TextColumn("mass", "number"),
         )
-        rows = tuple((row.grade, row.share, row.gradient, row.mass) for row in self.rows)
+        rows = tuple(
+            (row.grade, _known(row.share), _known(row.gradient), row.mass) for row in self.rows
+        )
         of = f" of {self.of}" if self.of else ""
         return TextTable(f"Spectrum{of} by {self.by} (p = {self.p:g})", columns, rows, self.notes)
 
     def __repr__(self) -> str:
         of = f", of={self.of!r}" if self.of else ""
         return printable(f"Spectrum(by={self.by!r}, {len(self.rows)} grades, p={self.p:g}{of})")
+
+
+def _known(share: float) -> float | None:
+    return None if isnan(share) else share
 
 
 def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spectrum:

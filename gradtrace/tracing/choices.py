@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import isfinite, log2, nan
+from math import isfinite, isnan, log2, nan
 from typing import Any
 
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
@@ -173,7 +173,7 @@ class Choices(Tabular):
                 row.count.share if row.count.e else None,
                 *([row.count.error(self.pairs)] if many else []),
                 row.gradient.share if row.gradient.e else None,
-                *(row.others.get(measure) for measure in more),
+                *(_known(row.others.get(measure, nan)) for measure in more),
             )
             for row in self.rows
         )
@@ -308,6 +308,10 @@ class Choices(Tabular):
             for row in data["rows"]
         )
         return cls(rows, int(data["pairs"]), str(data["rule"]), tuple(data["notes"]))
+
+
+def _known(share: float) -> float | None:
+    return None if isnan(share) else share
 
 
 def _key(row: Choice) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ from math import log2
 from typing import Any, Literal, Protocol
 
 from gradtrace.autodiff.names import enclosing
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, not_one_of
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.tracing.choices import Choice, Choices
@@ -155,8 +155,7 @@ class Influence(Tabular):
         for row in self.rows:
             if row.name == name:
                 return row
-        known = ", ".join(row.name for row in self.rows[:8])
-        raise UnknownName(f"no component {name!r} in this table; there are {known}")
+        raise UnknownName(f"no component {name!r} in this table{did_you_mean(name, self.names)}")
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -490,7 +489,7 @@ def checked_weight(weight: str) -> Weight:
         return "count"
     if weight == "gradient":
         return "gradient"
-    raise UnknownName(f"weight is 'count' or 'gradient', not {weight!r}")
+    raise UnknownName(not_one_of("weight", weight, ("count", "gradient")))
 
 
 def _either(first: bool | None, second: bool | None) -> bool | None:

@@ -248,7 +248,8 @@ class Tally:
         """Count the paths of a sample of elements: so many (``drawn``) of each leaf, one leaf after
         another; ``gradient`` is that of each element, ``sizes`` are the elements of each leaf.
         """
-        many, first = max(1, len(paths.sets)), 0
+        sets, first = paths.sets or [0], 0  # leaves without elements have no path
+        many = len(sets)
         step = max(1, SAMPLED_MAX_COUNTS // many)
         for n in range(0, len(drawn), step):
             part = dict(islice(drawn.items(), n, n + step))
@@ -260,7 +261,7 @@ class Tally:
                 paths.number[mine] + many * which, gradient[mine], len(part) * many
             )
             for k, (value, count) in enumerate(part.items()):
-                each = [Counts(*both, paths.sets, 0, pair, 0, k * many, many) for both in found]
+                each = [Counts(*both, sets, 0, pair, 0, k * many, many) for both in found]
                 self._leaf(value, sizes[value], count).found = each[0]
                 self.squares += each[1:]
 

@@ -170,8 +170,8 @@ class Monitor:
         self._loggers = Loggers(loggers, Curves(curves, components is not None))
         self._exchange = _exchange(distributed, model)
         seed = seed_of(seed, self._exchange.rank)  # samples of ranks are independent
-        self._tracer = StepTracer(model, sample, components, rule, seed)
-        settings = {**vars(self._tracer), "model": _name(model), "components": spelt(components)}
+        self._tracer = StepTracer(model, sample, spelt(components), rule, seed)
+        settings = {**vars(self._tracer), "model": _name(model)}
         self._gathering = _opened(self._exchange, self._loggers, file, settings, start)
         self._schedule = Schedule(every, accumulate, self._budget, self._exchange)
         self._forks = bool(self._loggers) and not together
