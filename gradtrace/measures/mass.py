@@ -327,7 +327,7 @@ def gradient_size(program: Program) -> float:
 
 
 def _size(x: Tensor) -> Tensor:
-    return x.abs().sum(dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.abs().sum(dtype=torch.float32) if x.itemsize < 4 else x.abs().sum()
 
 
 def cancellation_of(traced: TracedProgram) -> float:
