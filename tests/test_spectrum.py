@@ -159,8 +159,16 @@ def test_bad_input(arguments: dict[str, Any], message: str) -> None:
         traced("Residual").spectrum(**arguments)
 
 
+def test_several_losses_are_summed() -> None:
+    """The gradient by grade is that of their sum, and the table says so."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    found = gt.trace(torch.stack([x[0] * 3, (x * x).sum()]), names={"x": x}).spectrum(of="x")
+    assert sum(found.gradients.values()).tolist() == [5.0, 4.0]
+    assert "of the sum of 2 losses" in str(found)
+
+
 def test_a_leaf_without_gradient_has_no_share() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     found = gt.trace((x * 0).sum(), names={"x": x}).spectrum()
     assert isinstance(found, Spectrum)
-    assert "–" in str(found) or "nan" in str(found)
+    assert "–" in str(found) and "nan" not in str(found)

@@ -32,7 +32,8 @@ def spelt(components: Components) -> Components:
     """
     if isinstance(components, Mapping):
         return {name: _listed(parts) for name, parts in components.items()}
-    return _listed(components)
+    found: Components = _listed(components)
+    return found
 
 
 def _listed(given: Any) -> Any:
@@ -304,7 +305,7 @@ class ComponentFinder:
 
     def _names(self, name: object, parts: object) -> list[str]:
         """The names that a component is made of; an error for anything else."""
-        found = parts if isinstance(parts, list) else [parts]
+        found: list[Any] = parts if isinstance(parts, list) else [parts]
         for part in found:
             if not isinstance(part, str):
                 raise GradtraceError(self._not_names(f"component {name!r}", part))
