@@ -265,11 +265,12 @@ def headline(facts: Mapping[str, Any]) -> str:
         group: stands(facts["patched"][group], name, int(learned))
         for group, name in CLAIMED.items()
     }
+    theirs, fused = (counted(int(both[kind]), int(learned)) for kind in ("theirs", "fused"))
     return (
         "Which part of a model a gradient seems to come through depends on how finely its "
-        f"arithmetic is cut: what Du et al. say of two words holds in {both['theirs']:g} of "
-        f"{learned:g} models cut as theirs and in {both['fused']:g} cut as PyTorch does. By path "
-        f"patching their claim on the repeated word {said['repeated']}, that on the first word "
+        f"arithmetic is cut: what Du et al. say of two words holds in {theirs} models cut as "
+        f"theirs and in {fused} cut as PyTorch does. By path "
+        f"patching their claim on the repeated word {said['repeated']}, on the first it "
         f"{said['first']}."
     )
 

@@ -48,16 +48,18 @@ def headline(facts: Mapping[str, Any]) -> str:
     learned, lengths = facts["learned"][name], facts["lengths"][name]
     words, _ = facts["sizes"]
     before, after = (stated(each, ".0f") for each in lengths["length"])
-    seeds = facts["seeds"]
     said = (
-        f"A language model with {words:,} words ({seeds} seed{'s' * (seeds != 1)}) comes within "
-        f"{stated(learned['above'])} nats a word of the least possible loss; a path from its first "
-        f"weights has {after} operators (untrained {before})"
+        f"A language model with {words:,} words comes within {stated(learned['above'])} nats a "
+        f"word of the least possible loss; a path from its first weights has {after} operators "
+        f"(untrained {before})"
     )
     cost = next(iter(facts["cost"].values()), None)
     if cost is None or cost["sampled"] is None:
         return f"{said}."
-    return f"{said}, and tracing a sample every 100 steps takes {cost['sampled']:.1%} of training."
+    said += f". Every 100 steps a sampled influence takes {cost['sampled']:.1%} of training"
+    if "monitor" not in cost:
+        return f"{said} (measured once)."
+    return f"{said}, a full gt.Monitor {cost['monitor']:.0%} (each measured once)."
 
 
 def sentence(facts: Mapping[str, Any]) -> str:
@@ -161,8 +163,8 @@ def _on_cost(facts: Mapping[str, Any]) -> list[str]:
         )
         if "monitor" in each:
             text += (
-                f" ({told(each['monitor'] * 100, '.1f')}% by a clock beside ``gt.Monitor`` every "
-                f"{each['every']})"
+                f"; ``gt.Monitor`` every {each['every']} without a budget, which measures flow and "
+                f"choices, too, adds {told(each['monitor'] * 100, '.1f')}% by a clock"
             )
         said.append(f"{text}." if each["alone"] else f"{text}, measured beside other work.")
     return said

@@ -329,12 +329,26 @@ def headline(facts: Mapping[str, Any]) -> str:
         return (
             f"{facts['tasks']:g} tasks are too few to tell whether influence finds what is needed."
         )
-    beside = BESIDE[facts["verdicts"]["loss"]["greedy"][1]]
+    beside = _beside(facts["verdicts"]["loss"]["greedy"][1], facts["less Taylor"]["loss"]["greedy"])
     return (
         "Of two components of a network, the one with more influence during training is the one "
         f"that it can spare less in {with_interval(greedy, percent=True)} of cases, where a guess "
         f"is right in 50%. A Taylor score, which needs no tracing, is right in "
         f"{with_interval(taylor, percent=True)}: {beside}."
+    )
+
+
+def _beside(verdict: str, difference: Sequence[float | None]) -> str:
+    """A verdict beside Taylor in words. Where the interval of the difference leaves out 0, and only
+    the correction for the number of comparisons withholds a verdict, both are said.
+    """
+    value, low, high = difference
+    if verdict != "cannot tell" or value is None or low is None or high is None or low * high <= 0:
+        return BESIDE[verdict]
+    sizes = sorted((abs(low), abs(high)))
+    return (
+        f"influence is probably {'better' if value > 0 else 'worse'}, by {abs(value) * 100:.0f} "
+        f"[{sizes[0] * 100:.0f}, {sizes[1] * 100:.0f}] points, but this may still be chance"
     )
 
 

@@ -270,6 +270,12 @@ def test_the_sentence_follows_the_numbers() -> None:
     better = rival_verdicts.conclude(made(12, {"greedy": 1.0}))
     assert ": influence is better." in rival_verdicts.headline(better.facts)
     assert "too few" in rival_verdicts.headline(rival_verdicts.conclude(made(2, {})).facts)
+    worse.facts["verdicts"]["loss"]["greedy"] = ["tells", "cannot tell"]
+    worse.facts["less Taylor"]["loss"]["greedy"] = [-0.10, -0.17, -0.02]
+    told = rival_verdicts.headline(worse.facts)
+    assert "influence is probably worse, by 10 [2, 17] points, but" in told
+    worse.facts["less Taylor"]["loss"]["greedy"] = [-0.10, -0.22, 0.02]
+    assert "cannot be told" in rival_verdicts.headline(worse.facts)
     shares = better.facts["pairs in order"]["loss"]
     assert shares["greedy"][0] == shares[CEILING][0] == 1.0
 
