@@ -16,6 +16,7 @@ import torch
 from pages import read
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typer.testing import CliRunner, Result
 
 import gradtrace as gt
@@ -293,6 +294,26 @@ def fed(losses: list[float], factor: float = 10.0) -> SpikeRule:
     rule = SpikeRule(factor)
     assert not any(rule.exceeded(each) for each in losses)
     return rule
+
+
+def test_triggers_come_and_go_while_an_optimiser_steps() -> None:
+    """As on another thread: the table of hooks that PyTorch goes over must not change meanwhile."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def open_and_close(*_: Any) -> None:
+        with gt.Monitor(model, trigger="nonfinite", view=False):
+            pass
+
+    open_and_close()
+    hooks = open_and_close, lambda *_: None
+    handles = [register_optimizer_step_pre_hook(each) for each in hooks]
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def test_what_a_spike_is() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite, isinf
 from pathlib import Path
 from time import perf_counter
@@ -150,7 +152,7 @@ class Triggers:
         self._lasting = ""  # the trigger of the pass before: what lasts is told once
         self._gradient_lasting = False
         self._own: weakref.ref[Optimizer] | None = None  # the last that moves the model
-        self._stop = [_before_optimisers(self)] if self._nonfinite else []
+        self._stop = [_OPTIMISERS.add(self)] if self._nonfinite else []
 
     def begin(self) -> None:
         """A step begins."""
@@ -376,16 +378,40 @@ def _values(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.coalesce().values()
 
 
-def _before_optimisers(triggers: Triggers) -> Callable[[], None]:
-    """Have ``before_optimiser`` called before every step of an optimiser; a function to stop."""
-    known = weakref.ref(triggers)
+class _OptimiserHook:
+    """Calls ``before_optimiser`` of all open triggers before every step of an optimiser.
 
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        found = known()
-        if found is not None and found._pending is not None:
-            found.before_optimiser(optimizer)
+    PyTorch goes over its table of such hooks while they run, so an entry that comes or goes
+    meanwhile ends the step of another thread: this one stays, once there are triggers.
+    """
 
-    return register_optimizer_step_pre_hook(hook).remove
+    def __init__(self) -> None:
+        self._open: tuple[weakref.ref[Triggers], ...] = ()
+        self._registered = False
+        self._lock = threading.Lock()
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        for known in self._open:
+            found = known()
+            if found is not None and found._pending is not None:
+                found.before_optimiser(optimizer)
+
+    def add(self, triggers: Triggers) -> Callable[[], None]:
+        """Call it from now on; returns a function to stop."""
+        known = weakref.ref(triggers)
+        with self._lock:
+            if not self._registered:
+                register_optimizer_step_pre_hook(self)
+                self._registered = True
+            self._open = (*self._open, known)
+        return partial(self._remove, known)
+
+    def _remove(self, known: weakref.ref[Triggers]) -> None:
+        with self._lock:
+            self._open = tuple(each for each in self._open if each is not known and each())
+
+
+_OPTIMISERS = _OptimiserHook()
 
 
 def _refuse_collectives(model: nn.Module) -> None:
