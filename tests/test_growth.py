@@ -188,6 +188,17 @@ def test_twice_the_size_is_twice_the_work(name: str) -> None:
         assert large[what] <= 2.3 * small[what], (what, small[what], large[what])
 
 
+def test_a_decomposition_takes_as_long_as_it_has_pairs() -> None:
+    """Of components, which its result holds; not of pairs for each component or leaf."""
+    found = []
+    for n in (20, 40, 80):
+        model, loss = modules(n)
+        with gt.watch(model) as watch:
+            trace = watch.trace(loss())
+        found.append(calls(trace.decompose))
+    assert found[2] <= 4.5 * found[1]
+
+
 class Node:
     """A node that counts how often its outputs are listed."""
 

@@ -7,7 +7,7 @@ mixed at a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
@@ -234,8 +234,13 @@ class Totals:
         flat = [each.products.reshape(-1) for each in found]
         numbers = torch.cat(flat).cpu().numpy() if flat else np.zeros(0)  # one sync
         ends = np.cumsum([len(each) for each in flat])
+        whole: dict[int, float] = {}  # ⟨g, g⟩ of leaves whose parts are all of it or nothing
         for each, some in zip(found, np.split(numbers, ends[:-1])):
-            self._add(place[each.value], each, some.reshape(each.products.shape), columns, fresh)
+            leaf, products = place[each.value], some.reshape(each.products.shape)
+            self._add(leaf, each, products, columns, fresh)
+            if not each.components and np.isfinite(products).all():
+                whole[leaf] = whole.get(leaf, 0.0) + float(products[:, 0, 0].sum())
+        self._cross_whole(whole, columns, fresh)
         self.done[np.ix_(columns, columns)] = True
 
     def _add(
@@ -262,12 +267,28 @@ class Totals:
         self.leaf_dot[leaf, new] += both[0, mine]
         self.leaf_through[leaf, new] += both[mine, mine]
         self.leaf_size[leaf, new] += both[0, 0]
+        if not each.components:
+            return  # see ``_cross_whole``
         could = self.may[leaf, columns] & ~self.owned[leaf, columns]
         meet = np.outer(could, could) & fresh
         here = np.ix_(columns, columns)
         inner, own = both[np.ix_(at, at)], both[at, at]
         for kind, each_ in enumerate((inner, own[:, None], own[None, :])):
             self.cross[kind][here] += np.where(meet, each_, 0)
+
+    def _cross_whole(
+        self, sizes: Mapping[int, float], columns: npt.NDArray[np.int64], fresh: Flags
+    ) -> None:
+        """Add to ``cross`` what ``_add`` leaves out, for all leaves at once: one by one they would
+        take as long as all pairs of components for each.
+        """
+        here = np.ix_([*sizes], columns)
+        could = self.may[here] & ~self.owned[here]
+        passed = (could & self.must[here]).astype(float)
+        weighted = passed * np.array([*sizes.values()])[:, None]
+        first = weighted.T @ could
+        for kind, products in enumerate((weighted.T @ passed, first, first.T)):
+            self.cross[kind][np.ix_(columns, columns)] += np.where(fresh, products, 0)
 
     # The result -----------------------------------------------------------------------------------
 
@@ -297,9 +318,9 @@ class Totals:
         )
 
     def _leaves(self) -> tuple[LeafPart, ...]:
-        found = []
+        found, names = [], self.names
         for k, n in np.argwhere(self.may).tolist():
-            leaf, name = self.traced.names[self.values[k]], self.names[n]
+            leaf, name = self.traced.names[self.values[k]], names[n]
             sums = self.leaf_dot[k, n], self.leaf_through[k, n], self.leaf_size[k, n]
             own, must = bool(self.owned[k, n]), bool(self.must[k, n])
             found.append(LeafPart(leaf, name, own, must, *map(float, sums)))
@@ -309,11 +330,11 @@ class Totals:
         overlaps = self.routes.overlaps()
         could = self.may & ~self.owned
         common = could.T.astype(float) @ could.astype(float) > 0
-        found = {}
-        for a, b in combinations(range(len(self.names)), 2):
+        found, names = {}, self.names
+        for a, b in combinations(range(len(names)), 2):
             overlap = bool(overlaps[a] >> b + 1 & 1)
             if common[a, b] or overlap:
                 dot, first, second = self.cross[:, a, b].tolist()
                 both = Products(dot, first, second, bool(common[a, b]), overlap)
-                found[self.names[a], self.names[b]] = both
+                found[names[a], names[b]] = both
         return found
