@@ -180,10 +180,12 @@ class ModuleParts(ProgramPlaces):
             more = f" and {len(doubtful) - 1} more" if len(doubtful) > 1 else ""
             where = f" of {doubtful[0] or 'the model'} (a {name}){more}"
         known = f"; or choose those that are known: ['{kind[:-1]}:*']" if others else ""
-        return (
-            f"the {kind}{where} are not known; {_FOUND[kind]}. Name them yourself, "
-            f"tensor = gradtrace.label(tensor, dim, names), and ask for 'labels'{known}"
-        )
+        if kind == "layers":
+            instead = "Name modules instead: ['encoder', 'decoder']"
+        else:
+            instead = "Name them yourself, tensor = gradtrace.label(tensor, dim, names), and ask "
+            instead += "for 'labels'"
+        return f"the {kind}{where} are not known; {_FOUND[kind]}. {instead}{known}"
 
     # Heads ----------------------------------------------------------------------------------------
 
@@ -491,7 +493,8 @@ _FOUND = {
     "heads": "they are found where a module says how many it has (num_heads, num_attention_heads, "
     "n_head, ...) and joins them by a view before its output projection",
     "experts": "they are found as entries of a ModuleList called experts, and as slices of "
-    "parameters (num_experts, ...) that are multiplied one by one, in a batch or in groups",
+    "parameters (num_experts, ...) that require grad and are multiplied one by one, all in one "
+    "batch or in groups",
     "layers": "they are found as entries of a ModuleList or a Sequential, all of one class",
     "steps": "they are found as calls of a cell, and as steps of nn.LSTM, nn.GRU and nn.RNN whose "
     "recurrent weights require grad, watched with composed=True",
