@@ -138,6 +138,8 @@ def test_samples_are_named_by_their_index() -> None:
     assert summary.column("lowest cosine")[at] == pytest.approx(lowest)
     a, b = summary.column("between")[at].split(" and ")
     assert table.cosine(a, b, "body") == pytest.approx(lowest)
+    assert table.cosine(int(a), int(b), "body") == table.cosine(a, b, "body")
+    assert table.norm(3) == table.norm("3")
     assert "cosine 2·5" in table.to_pandas().columns and len(table.cosines("body").rows) == 21
 
 

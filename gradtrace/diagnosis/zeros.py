@@ -24,10 +24,10 @@ SUMMAND_FIRST = frozenset(("addmm", "baddbmm", "addbmm", "addmv"))
 KINDS = {
     Reason.ZERO_FACTOR: "Mul Div Mm Bmm Mv Dot Addmm Baddbmm Addbmm Addmv Addcmul Addcdiv "
     "Convolution Linear Mkldnn NativeDropout Prod",
-    Reason.DEAD_RELU: "Relu Threshold ClampMin",
+    Reason.DEAD_RELU: "Relu Threshold ClampMin LeakyRelu",
     Reason.SATURATED: "Sigmoid Tanh Softmax LogSoftmax SafeSoftmax Gelu Silu Mish Elu Softplus Erf "
     "Hardtanh Hardsigmoid Hardswish Clamp ClampMax LogSigmoid LogSigmoidForward Exp Softsign "
-    "BinaryCrossEntropy BinaryCrossEntropyWithLogits NativeLayerNorm NativeBatchNorm LeakyRelu",
+    "BinaryCrossEntropy BinaryCrossEntropyWithLogits NativeLayerNorm NativeBatchNorm",
     Reason.NOT_SELECTED: "Where MaskedFill MaskedSelect MaskedScatter Index IndexSelect Gather "
     "Select Slice Narrow Split Unbind Maximum Minimum Max Min MaxPool Topk Sort Embedding NllLoss "
     "AsStrided CopySlices IndexPut Diagonal",
@@ -69,7 +69,7 @@ BOUNDS = (
     "in, or bound it by a tanh."
 )
 BY_KIND = {
-    **dict.fromkeys(("Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Fix", "Zeros"), STEPS),
+    **dict.fromkeys(("Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Fix", "Div"), STEPS),
     **dict.fromkeys(("Clamp", "ClampMax", "ClampMin", "Hardtanh", "Hardsigmoid"), BOUNDS),
 }
 """What to do about zeros of these operators, where it is more than the reason tells."""
@@ -98,6 +98,11 @@ def advice_for(found: SilentParameter) -> str:
     if found.reason in (Reason.FLAT, Reason.SATURATED):
         return BY_KIND.get(_kind(found.operator), advice)
     return advice
+
+
+def _rounds(node: Node) -> bool:
+    """Whether this is a division with ``rounding_mode``, whose derivative is 0 everywhere."""
+    return kind_of(node) == "Div" and bool(getattr(node, "_saved_rounding_mode", None))
 
 
 def reason_of(kind: str) -> Reason:
@@ -186,7 +191,7 @@ class ZeroFinder:
             return Reason.ONE_CLASS
         if self._zero_scale(node) is not None:
             return Reason.ZERO_FACTOR
-        reason = reason_of(kind)
+        reason = Reason.FLAT if _rounds(node) else reason_of(kind)
         if reason is Reason.ZERO_FACTOR and not self._is_factor(node, child):
             return Reason.CANCELLED  # the summand of a product with a bias
         return Reason.CANCELLED if kind in ("Sum", "Expand", "Add", "Sub", "View") else reason

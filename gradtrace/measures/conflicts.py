@@ -125,11 +125,11 @@ class Conflicts(Tabular):
 
     # Numbers --------------------------------------------------------------------------------------
 
-    def norm(self, term: str, module: str | None = None) -> float:
+    def norm(self, term: str | int, module: str | None = None) -> float:
         """‖g_a‖ over a module, or a parameter; over all parameters by default.
 
         Args:
-            term: Name of the term.
+            term: Name of the term, or index of the sample.
             module: Name of a module or parameter; all parameters by default.
 
         Returns:
@@ -137,12 +137,12 @@ class Conflicts(Tabular):
         """
         return self._row(module).norm(self._term(term))
 
-    def cosine(self, first: str, second: str, module: str | None = None) -> float:
+    def cosine(self, first: str | int, second: str | int, module: str | None = None) -> float:
         """The cosine of two terms' gradients over a module, or a parameter; nan if one is 0.
 
         Args:
-            first: Name of a term.
-            second: Name of another.
+            first: Name of a term, or index of a sample.
+            second: Name or index of another.
             module: Name of a module or parameter; all parameters by default.
 
         Returns:
@@ -179,7 +179,8 @@ class Conflicts(Tabular):
         whole = self._row(None).products.diagonal()
         return [term for term, size in zip(self.terms, whole.tolist()) if not isfinite(size)]
 
-    def _term(self, name: str) -> int:
+    def _term(self, name: str | int) -> int:
+        name = str(name) if isinstance(name, int) else name  # the index of a sample
         if name not in self.terms:
             hint = did_you_mean(str(name), self.terms)
             raise UnknownName(f"no term {name!r} in this table{hint}")

@@ -230,6 +230,8 @@ def test_a_monitor_warns_of_silent_parameters_at_its_first_step() -> None:
     ("between", "reason", "advice"),
     [
         (lambda h: h.round(), "derivative is zero", "straight-through"),
+        (lambda h: h.div(0.1, rounding_mode="floor"), "derivative is zero", "straight-through"),
+        (lambda h: torch.nn.functional.leaky_relu(h - 9, 0.0), "dead ReLU", "leaky slope"),
         (
             lambda h: (h * 0).norm(dim=0) + h.detach(),
             "derivative is zero",
