@@ -282,7 +282,7 @@ class Totals:
         """Add to ``cross`` what ``_add`` leaves out, for all leaves at once: one by one they would
         take as long as all pairs of components for each.
         """
-        here = np.ix_([*sizes], columns)
+        here = np.ix_(np.fromiter(sizes, np.int64), columns)
         could = self.may[here] & ~self.owned[here]
         passed = (could & self.must[here]).astype(float)
         weighted = passed * np.array([*sizes.values()])[:, None]

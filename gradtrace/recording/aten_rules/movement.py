@@ -44,7 +44,7 @@ class Window(NamedTuple):
             end += step * (n - 1)
         if start < 0 or end >= outer.numel():
             return None
-        return cls(tuple(inner.shape), tuple(inner.stride()), start, once)
+        return cls(tuple(inner.shape), tuple(inner.stride()), int(start), once)
 
     def read(self, x: Tensor) -> Tensor:
         """The elements of ``inner``, as a view."""
