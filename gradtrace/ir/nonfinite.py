@@ -16,7 +16,7 @@ from gradtrace.errors import NonFinite
 from gradtrace.ir.lazy_gradient import LazyGradient, sizes_of
 from gradtrace.ir.program import Leaf
 from gradtrace.kernels import Backend, backend_of, fetch_scalars
-from gradtrace.pytorch.plain_tensors import numbers_of
+from gradtrace.pytorch.plain_tensors import PLAIN, numbers_of
 
 
 def maybe_nonfinite(named: Mapping[str, Leaf]) -> list[str]:
@@ -67,7 +67,8 @@ def _is_finite(x: Tensor) -> bool:
 def sums_are_finite(grads: Iterable[Tensor]) -> bool:
     """Whether all gradients are certainly finite, by their sums; False also if a sum overflows."""
     by_backend: dict[Backend, list[Tensor]] = {}
-    for grad in chain.from_iterable(map(numbers_of, grads)):
+    held = [(x,) if type(x) in PLAIN else numbers_of(x) for x in grads]
+    for grad in chain.from_iterable(held):
         grad = grad.float() if grad.itemsize == 1 else grad  # PyTorch cannot sum float8
         by_backend.setdefault(backend_of(grad), []).append(grad)
     sums = [x for backend, some in by_backend.items() for x in backend.finite_sums(some)]

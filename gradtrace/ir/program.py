@@ -85,7 +85,7 @@ class Block:
     label: tuple[int, tuple[str | None, ...]] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class Leaf:
     """A leaf, the number of the value that is its gradient, and the gradient as autograd's formulas
     computed it, or a lazy gradient that can be computed later. ``shard`` is the part that this rank

@@ -90,11 +90,14 @@ class GradientProducts:
         """``a @ b``, the cotangent that is passed along ``edge``; see ``Product``."""
         if self.bare:
             return placeholders.product(a, b)
-        if grad is not None and prod(a.shape[:-1]) * b.shape[-1] >= DEFER_MIN_ELEMENTS:
-            out = self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)
-            if out is not None:
-                return out
-        multiply = torch.mm if a.dim() == 2 else torch.bmm  # matmul has more overhead
+        matrices = a.dim() == 2
+        if grad is not None:
+            rows = a.shape[0] if matrices else prod(a.shape[:-1])
+            if rows * b.shape[-1] >= DEFER_MIN_ELEMENTS:
+                out = self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)
+                if out is not None:
+                    return out
+        multiply = torch.mm if matrices else torch.bmm  # matmul has more overhead
         return multiply(b.mT, a.mT).mT if via_transpose else multiply(a, b)
 
     def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:

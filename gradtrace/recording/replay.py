@@ -60,7 +60,8 @@ _SHARED = (Identity, Reduce, Cut, Slot)
 """Maps that hold numbers only and are shared by nodes: the same object is the same map."""
 
 
-class ExpectedStep(NamedTuple):
+@dataclass(slots=True, eq=False)
+class ExpectedStep:
     """A step with one map: the map itself if it is ``shared``, its structure, and the shape and
     dtype of the result.
     """
@@ -70,31 +71,38 @@ class ExpectedStep(NamedTuple):
     shape: Shape
     dtype: torch.dtype
 
+    def has(self, map_: Map) -> bool:
+        """Whether a map is as expected."""
+        return map_ is self.shared or (
+            map_.out_shape == self.shape and map_.structure() == self.structure
+        )
 
-class ExpectedResult(NamedTuple):
+
+@dataclass(slots=True, eq=False)
+class ExpectedResult:
     """One result of a node: the steps to it and the number of its value. It is added to the value
     ``there``, if that is not None, by two terms with the map ``move``; the sum is ``total``.
 
-    ``only`` is the map of the only step, if that is shared; ``follows``: an empty chain is this
-    map, if the result has the shape that it takes. ``keeps`` and ``keeps_total``: whether the
-    gradient and the sum are kept.
+    ``only`` is the only step, if there is one; ``follows`` its map, if that is what an empty chain
+    stands for where the result has the shape that the map takes. ``keeps`` and ``keeps_total``:
+    whether the gradient and the sum are kept. Slots are read faster than a NamedTuple's fields.
     """
 
     position: int
     conforms: bool
-    only: Map | None
-    follows: bool
-    dtype: torch.dtype | None
+    steps: tuple[ExpectedStep, ...]
+    only: ExpectedStep | None
+    follows: Map | None
     value: int
     keeps: bool
     there: int | None
     total: int
     keeps_total: bool
     move: Map | None
-    steps: tuple[ExpectedStep, ...]
 
 
-class RuleNode(NamedTuple):
+@dataclass(slots=True, eq=False)
+class RuleNode:
     """A node with a rule, the value that it takes, its results, and the positions of arguments that
     need a gradient and have none.
     """
@@ -281,44 +289,44 @@ class _Run:
             raise Mismatch("an error") from error
 
     def _rule(self, node: Node, edges: Edges, entry: RuleNode) -> None:
-        rule, value, wanted, without = entry
-        grad, products = self.grads.pop(value), self.products
+        value, products = entry.value, self.products
+        grad = self.grads.pop(value)
         try:
-            found = rule(node, grad, edges, products)
+            found = entry.rule(node, grad, edges, products)
         except Exception as error:
             raise Mismatch("an error") from error  # as in _called, which would take a call more
         if found is None:
             raise Mismatch(f"{type(node).__name__} has no rule")
         many = len(found)
-        for position in without:
+        for position in entry.without:
             if position < many and found[position] is not None:
                 raise Mismatch(f"{type(node).__name__} has other results")
-        for how in wanted:
-            position, conforms, only, follows, dtype, number, keeps, there, *_ = how
-            result = found[position] if position < many else None
+        for how in entry.results:
+            result = found[how.position] if how.position < many else None
             if result is None:
                 raise Mismatch(f"{type(node).__name__} has fewer results")
             out, chain = result
-            if conforms:
-                out = self._conform(node, result, edges[position], how)
+            only = how.only
+            if how.conforms:
+                out = self._conform(node, result, edges[how.position], how)
             elif (
                 only is not None
-                and out.dtype is dtype
-                and (chain[0] is only if chain else follows and out.shape == only.in_shape)
-                and len(chain) < 2
+                and len(chain) == 1
+                and out.dtype is only.dtype
+                and (chain[0] is only.shared or only.has(chain[0]))
             ):
-                self.maps.append(only)
+                self.maps.append(chain[0])
             else:
                 maps = chain or same(out.shape, out.shape)
                 self._compare(node, maps, (out.dtype,) * len(maps), how.steps)
             if self.deferred or products.deferred_outputs:
                 starts = products.deferred_outputs.pop(id(out), None) is not None
-                self.deferred.follow(value, grad, chain, number, starts)
+                self.deferred.follow(value, grad, chain, how.value, starts)
             out = plain(out)
-            if keeps:
-                self.kept[number] = out
-            if there is None:
-                self.grads[number] = out
+            if how.keeps:
+                self.kept[how.value] = out
+            if how.there is None:
+                self.grads[how.value] = out
             else:
                 self._add(out, how)
 
@@ -326,19 +334,18 @@ class _Run:
         self, node: Node, result: tuple[Tensor, Chain], edge: Edge, how: ExpectedResult
     ) -> Tensor:
         """A result as its argument is; its maps are compared and added to the table."""
-        (out, chain), meta, only = result, self.outputs.wanted(*edge), how.only
+        (out, chain), meta, map_ = result, self.outputs.wanted(*edge), how.follows
         if (
-            how.follows
+            map_ is not None
             and not chain
-            and only is not None
-            and only.out_shape  # scalars may come from another device
-            and out.shape == only.in_shape
-            and meta.shape == only.out_shape
-            and out.dtype is how.dtype is meta.dtype
+            and map_.out_shape  # scalars may come from another device
+            and out.shape == map_.in_shape
+            and meta.shape == map_.out_shape
+            and out.dtype is how.steps[0].dtype is meta.dtype
             and out.layout is torch.strided
         ):
-            self.maps.append(only)
-            return out if only.in_shape == only.out_shape else nodes.conform(out, meta)
+            self.maps.append(map_)
+            return out if map_.in_shape == map_.out_shape else nodes.conform(out, meta)
         out, pairs = recording.conformed(out, chain, meta)
         self._compare(node, [m for m, _ in pairs], [d for _, d in pairs], how.steps)
         return out
@@ -353,13 +360,13 @@ class _Run:
         """Add maps, each with the dtype of its result, to the table if they are as expected."""
         if len(maps) != len(steps):
             raise Mismatch(f"{type(node).__name__} has derivatives of another kind")
-        for map_, dtype, (shared, structure, shape, wanted) in zip(maps, dtypes, steps):
-            if map_ is not shared and (map_.out_shape != shape or map_.structure() != structure):
-                there = tuple(map_.out_shape)
+        for map_, dtype, step in zip(maps, dtypes, steps):
+            if not step.has(map_):
+                there, shape = tuple(map_.out_shape), step.shape
                 what = f"shape {there}, not {shape}" if there != shape else "another derivative"
                 raise Mismatch(f"{type(node).__name__}: {what}")
-            if dtype is not wanted:
-                raise Mismatch(f"{type(node).__name__}: {dtype}, not {wanted}")
+            if dtype is not step.dtype:
+                raise Mismatch(f"{type(node).__name__}: {dtype}, not {step.dtype}")
         self.maps += maps
 
     def _pass_on(self, out: Tensor, how: ExpectedResult) -> None:
@@ -387,7 +394,7 @@ class _Run:
         out, slots = self._called(MULTI_OUTPUT_RULES[entry.name], node, grads)
         (step,) = entry.result.steps
         structures = tuple([map_.structure() for map_ in slots.values()])
-        if structures != entry.structures or (tuple(out.shape), out.dtype) != step[2:]:
+        if structures != entry.structures or (out.shape, out.dtype) != (step.shape, step.dtype):
             raise Mismatch(f"{entry.name}: shape {tuple(out.shape)}, not {step.shape}")
         self.maps += slots.values()
         self._pass_on(out, entry.result)
@@ -504,7 +511,7 @@ class _Expected(NamedTuple):
             results.append(self.result(made, position, _until(value, steps), conforms))
         live = [position for position, (child, _) in enumerate(shape.edges) if child != NONE]
         without = tuple([position for position in live if position not in made.gives])
-        return _tuple(RuleNode, (kind.rule, made.takes[0], tuple(results), without))
+        return RuleNode(kind.rule, made.takes[0], tuple(results), without)
 
     def result(
         self, block: Block, position: int, steps: Sequence[Step], conforms: bool
@@ -515,27 +522,29 @@ class _Expected(NamedTuple):
         for step in steps:
             at = step.terms[0].map
             found = maps.shared[at], maps.structures[at], step.shape, step.dtype
-            expected.append(_tuple(ExpectedStep, found))
-        only = expected[0].shared if len(expected) == 1 else None
-        dtype = expected[-1].dtype if expected else None
+            expected.append(ExpectedStep(*found))
+        only = expected[0] if len(expected) == 1 else None
+        follows = None if only is None else _follows(only.shared)
         there, total, move = None, value, None
         for step in block.merges:
             if step.terms[1].value == value:
                 there, total, move = step.terms[0].value, step.out, maps.shared[step.terms[0].map]
-        result = (
-            *(position, conforms, only, _follows(only), dtype, value, value in self.kept),
-            *(there, total, total in self.kept, move, tuple(expected)),
-        )
-        return _tuple(ExpectedResult, result)
+        keeps, keeps_total = value in self.kept, total in self.kept
+        how = (tuple(expected), only, follows, value, keeps, there, total, keeps_total, move)
+        return ExpectedResult(position, conforms, *how)
 
 
-def _follows(only: Map | None) -> bool:
-    """Whether this map follows from the shapes that it leads from and to: it is what an empty chain
+def _follows(map_: Map | None) -> Map | None:
+    """The map, if it follows from the shapes that it leads from and to: it is what an empty chain
     between these is made of (``record.conformed``).
     """
-    if only is None or only.in_shape == only.out_shape:
-        return type(only) is Identity
-    return type(only) is Reduce and summed(only.in_shape, only.out_shape)[0] is only
+    if map_ is None:
+        return None
+    before, after = map_.in_shape, map_.out_shape
+    found = same(before, after) if before == after else ()
+    if type(map_) is Reduce and before != after:
+        found = summed(before, after)
+    return map_ if found and found[0] is map_ else None
 
 
 _tuple = tuple.__new__  # NamedTuple constructors are Python code

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from threading import Lock
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from gradtrace.ir.passes.provenance import ProvenanceBounds, analyse_provenance
 from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.passes.uniform_leaves import uniform_leaves
 from gradtrace.ir.plan import Plan, Storage
-from gradtrace.ir.program import Block, Program, ProgramFacts
+from gradtrace.ir.program import Program, ProgramFacts
 from gradtrace.ir.structure import Structure, difference, structure_of
 from gradtrace.kernels import tuning
 from gradtrace.kernels.path_table import PathTable
@@ -425,8 +425,8 @@ def _bytes_of(root: object) -> int:
             stack += [*item.keys(), *item.values()]
         elif isinstance(item, (tuple, list, set, frozenset)):
             stack += item
-        elif isinstance(item, Block):
-            stack += [item.takes, item.steps, item.gives, item.merges]
+        elif is_dataclass(item) and not hasattr(item, "__dict__"):  # all in slots
+            stack += [getattr(item, each.name) for each in fields(item)]
         elif isinstance(item, _COUNTED):
             stack += vars(item).values()
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -221,16 +221,11 @@ WITHOUT_WEIGHTS = frozenset({Identity, Index, Reduce, Cut, Slot})
 """Maps that hold numbers only."""
 
 
-def weights_of(program: Program) -> Iterator[Tensor]:
+def weights_of(program: Program) -> Iterable[Tensor]:
     """The tensors that the program's maps refer to, each once."""
-    seen: set[int] = set()
-    for map_ in program.maps:
-        if type(map_) in WITHOUT_WEIGHTS:  # half of all maps
-            continue
-        held = [getattr(map_, name) for name in map_.weights]
-        for view in views_of(map_):
-            held += view.tensors if isinstance(view, AwayView) else ()
-        for tensor in held:
-            if isinstance(tensor, Tensor) and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+    maps = [map_ for map_ in program.maps if type(map_) not in WITHOUT_WEIGHTS]  # half of all
+    held = [getattr(map_, name) for map_ in maps for name in map_.weights]
+    if any(hasattr(kind, "views") for kind in set(map(type, maps))):
+        away = [view for map_ in maps for view in views_of(map_) if isinstance(view, AwayView)]
+        held += [tensor for view in away for tensor in view.tensors]
+    return {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}.values()
