@@ -142,7 +142,7 @@ class Cpu(Reference):
         x, ids, levels = leveled(x, ids, dims, how.levels)
         value = torch.empty(how.shape, dtype=x.dtype, device="cpu")
         out = torch.empty(how.shape, dtype=torch.int32, device="cpu")
-        numbers = (ctypes.c_int64 * 12)(*(part[n] for n in range(3) for part in levels))
+        numbers = (ctypes.c_int64 * 12)(*[part[n] for n in range(3) for part in levels])
         given = (
             pointers.address(x, x.dtype, extent(levels, 1)),
             pointers.address(ids, torch.int32, extent(levels, 2)),

@@ -12,6 +12,8 @@ from torch import Tensor
 
 def flat(x: Tensor) -> Tensor:
     """A flat view of the memory from a tensor's first element to its last."""
+    if x.is_contiguous():
+        return x.view(-1)
     extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride()))
     return x.as_strided((extent if x.numel() else 0,), (1,))
 

@@ -32,18 +32,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def named_modules(
-    module: nn.Module, name: str = "", above: tuple[nn.Module, ...] = ()
-) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, as if there were no wrappers."""
-    module = unwrapped(module)
-    for each in above:
-        if module is each:
-            return  # a cycle: a module that contains one of its ancestors
-    yield name, module
-    for key, child in module._modules.items():
-        if child is not None:
-            yield from named_modules(child, join(name, key), (*above, module))
+    pending: list[tuple[str, nn.Module, frozenset[int]]] = [(name, module, frozenset())]
+    while pending:  # a generator for each module would hand on what those inside it yield
+        name, module, above = pending.pop()
+        module = unwrapped(module)
+        if id(module) in above:
+            continue  # a cycle: a module that contains one of its ancestors
+        yield name, module
+        if module._modules:
+            inside, children = above | {id(module)}, module._modules.items()
+            pending += [(join(name, key), c, inside) for key, c in children if c is not None][::-1]
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
