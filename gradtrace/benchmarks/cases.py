@@ -132,16 +132,18 @@ def resnet(pixels: int, **sizes: list[int] | int) -> Problem:
 
 
 FULL = (
-    Case("784-512-512-10 tanh, batch 32", lambda: perceptron((784, 512, 512, 10), 32), trace=5.0),
+    Case("784-512-512-10 tanh, batch 32", lambda: perceptron((784, 512, 512, 10), 32), trace=4.0),
+    Case("300 layers of 20 units, tanh", lambda: deep(300), trace=4.0),
     Case(
         "GPT-2 size, 128 tokens",
         lambda: gpt2(128),
-        trace=3.5,
+        trace=2.0,
         sample=1.1,
         paths=10_000,
         needs="transformers",
     ),
     Case("LSTM 10,000 × 1,000, batch 1", lambda: recurrent(10_000, 1_000, 35, 1), trace=4.0),
+    Case("LSTM 10,000 × 1,000, batch 4", lambda: recurrent(10_000, 1_000, 35, 4), trace=1.6),
     Case("LSTM 10,000 × 1,000, batch 20", lambda: recurrent(10_000, 1_000, 35, 20), trace=4.0),
     Case("ResNet-50, 224 pixels", lambda: resnet(224), trace=5.0, needs="transformers"),
 )

@@ -30,6 +30,7 @@ def depth(setting: Setting) -> Section:
             ResultColumn("loss.backward(), ms", ".2f"),
             ResultColumn("influence, ms", ".2f"),
             ResultColumn("influence", ".2f"),
+            ResultColumn("median of rounds", ".2f"),
             ResultColumn("target", ".0f", limits="influence"),
             ResultColumn("rounds", "d"),
         ],
@@ -45,6 +46,7 @@ def depth(setting: Setting) -> Section:
             theirs[-1],
             ours[-1],
             timed.ratio(INFLUENCE),
+            timed.typical(INFLUENCE),
             setting.limit(LIMIT),
             timed.rounds,
         )

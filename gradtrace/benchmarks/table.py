@@ -17,6 +17,7 @@ SECTIONS = {
     "trained": "contractions.trained",
     "others": "contractions.others",
     "models": "models.models",
+    "monitor": "monitor_share.monitor_share",
     "measures": "measures.measures",
     "peak": "memory.peak_memory",
     "depth": "scaling.depth",
