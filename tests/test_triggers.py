@@ -296,6 +296,22 @@ def fed(losses: list[float], factor: float = 10.0) -> SpikeRule:
     return rule
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_buffers(layout: torch.layout, tmp_path: Path) -> None:
+    """An adjacency matrix: passes are compared with what was there before."""
+    model = nn.Linear(3, 3)
+    model.register_buffer("graph", torch.eye(3).to_sparse(layout=layout))
+    with gt.Monitor(model, trigger="nonfinite", file=tmp_path / "run.jsonl", view=False) as monitor:
+        for _ in range(4):
+            loss = torch.sparse.mm(model.get_buffer("graph"), model(torch.ones(3, 3))).sum()
+            monitor.step(loss)
+            loss.backward()
+        with pytest.warns(UserWarning, match="the loss is nan"):
+            monitor.step(model(torch.ones(3, 3)).sum() * math.nan)
+    assert len(monitor.incidents) == 1
+
+
 def test_triggers_come_and_go_while_an_optimiser_steps() -> None:
     """As on another thread: the table of hooks that PyTorch goes over must not change meanwhile."""
     model = nn.Linear(2, 1)

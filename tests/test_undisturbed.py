@@ -215,6 +215,28 @@ class OnTheClass(Part):
         return 1 / self.count + 1 / len(self.listed) + 1 / self.slots.count + 1 / self.bytes[0]
 
 
+class ForwardHooks(Part):
+    """State of hooks that run in the forward pass: a variable around one, an object, a method."""
+
+    def setup(self) -> None:
+        seen = self.seen = [1.0]
+        self.counting = self.linear.register_forward_hook(Counting())
+
+        def scaled(_: Any, args: Any) -> Any:
+            seen.append(len(seen) * 0.1)
+            return (args[0] * seen[-1],)
+
+        self.linear.register_forward_pre_hook(scaled)
+
+
+class Counting:
+    calls = 0
+
+    def __call__(self, _: nn.Module, args: Any, out: Tensor) -> Tensor:
+        self.calls += 1
+        return out * self.calls
+
+
 class MakesParts(Part):
     """Parts that are made when it is first called, and exchanged."""
 
@@ -266,7 +288,7 @@ class Moving(torch.autograd.Function):
 PARTS = [
     *(LargeBuffer, NewBuffer, OtherMemory, PlainTensor, Views, Counter, Listed, Nested),
     *(Around, Unregistered, WrittenParameter, Normed, Spectral, Drawn, Generators, OnTheClass),
-    *(MakesParts, Own),
+    *(MakesParts, ForwardHooks, Own),
 ]
 
 

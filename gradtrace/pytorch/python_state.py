@@ -108,6 +108,8 @@ class PythonState:
             elif _is_plain(code.__self__):
                 self.note_attributes(code.__self__)
             code = code.func if isinstance(code, partial) else code.__func__
+        if _is_plain(code):
+            self.note_attributes(code)  # an object that can be called
         if not isinstance(code, FunctionType) or id(code) in self._code or not depth:
             return
         self._code[id(code)] = code

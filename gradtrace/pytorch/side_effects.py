@@ -140,8 +140,8 @@ def _memory(tensor: Tensor) -> int:
 
 class WriteLog:
     """A snapshot of the attributes of a model's modules (also of modules in plain lists) and of the
-    contents of their lists, dictionaries and sets; only with ``structure`` also of the tables of
-    hooks.
+    contents of their lists, dictionaries and sets, and of what forward hooks refer to; only with
+    ``structure`` also of the tables of hooks.
     """
 
     def __init__(self, model: nn.Module, *, structure: bool = False) -> None:
@@ -155,6 +155,8 @@ class WriteLog:
                 continue
             self._modules[module] = (type(module), dict(module.__dict__))
             self.state.note_classes(type(module))
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+                self.state.note_code(hook)
             for name, value in module.__dict__.items():
                 waiting += _modules_in(value)
                 if structure or not name.endswith("_hooks"):

@@ -157,9 +157,22 @@ class ForwardKeeper(Listener):
             self._draws = found.random.moved()
         for name, (module, key) in _buffer_homes(self.model):
             now, before = getattr(module, key), found.buffers.get(name)
-            if now is not None and (before is None or not torch.equal(now, before)):
+            if now is not None and (before is None or not _equal(now, before)):
                 self._homes[name] = module, key
         self._look_at = self._passes + min(self._passes, LOOK_STEPS)
+
+
+def _equal(now: Tensor, before: Tensor) -> bool:
+    """Whether two tensors have the same values, in whatever layout."""
+    if now.layout is not before.layout or now.shape != before.shape:
+        return False
+    if now.layout is torch.sparse_coo:
+        parts = [(each._indices(), each._values()) for each in (now, before)]
+        return all(map(torch.equal, *parts))
+    try:
+        return torch.equal(now, before)
+    except (NotImplementedError, RuntimeError):  # of other layouts, which are copied each time
+        return False
 
 
 def _copied(homes: Mapping[str, Home]) -> dict[str, Tensor]:
