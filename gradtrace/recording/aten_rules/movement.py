@@ -37,7 +37,7 @@ class Window(NamedTuple):
         if not (inner.numel() and outer.is_contiguous()) or outer.is_complex():
             return None
         sizes = sorted((step, n) for step, n in zip(inner.stride(), inner.shape) if n > 1)
-        start = inner.storage_offset() - outer.storage_offset()
+        start = int(inner.storage_offset() - outer.storage_offset())
         end, once = start, True
         for step, n in sizes:
             once = once and step > end - start
