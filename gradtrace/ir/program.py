@@ -159,6 +159,7 @@ class ProgramFacts:
     last_uses: dict[int, int] | None = None
     step_bytes: tuple[int, int] | None = None  # gradtrace.ir.memory.step_bytes
     streaming_bytes: dict[Hashable, int] = field(default_factory=dict)  # ir.memory.streaming
+    rescaled_often: dict[float, int] = field(default_factory=dict)  # by power: ir.rescaling
     derived: dict[Hashable, ProgramFacts] = field(default_factory=dict)
     # of programs that passes make of it, by all that these depend on beside the structure
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gradtrace.ir.program import Program
 from gradtrace.kernels import backend_of, fetch_scalars
 from gradtrace.kernels.strides import is_dense, without_repetition
 from gradtrace.linops.indexing import nearby
@@ -29,9 +30,9 @@ DEFERRED_STEPS, DEFERRED_STEPS_ALONE = 40, 20
 use, to which it would have to be aligned when they meet.
 """
 
-OFTEN = 8
-"""Where values have left their range, they are rescaled so many times as often, before they are
-read one by one.
+TRIED_OFTEN = (1, 2, 8)
+"""Where values have left their range, they are rescaled so many times as often, one after the
+other, before they are read one by one.
 """
 
 WAITING_VALUES, WAITING_BYTES = 96, 1 << 29
@@ -302,16 +303,19 @@ class _Norms:
 
 
 def rescaled(
-    semiring: Semiring, like: Tensor, compute: Callable[[Rescaling], Result | None]
+    semiring: Semiring, program: Program, compute: Callable[[Rescaling], Result | None]
 ) -> Result:
     """The result of ``compute``, which is None if values have left the range of floats. Where
-    reading would synchronise it is tried without, twice, and then with.
+    reading would synchronise it is tried without, ever more often, and then with. The next program
+    of the same structure begins with what was right for this one.
     """
-    found = None
-    if isinstance(semiring, Abs) and backend_of(like).synchronises:
-        found = compute(DeferredRescaling(semiring))
-        found = compute(DeferredRescaling(semiring, OFTEN)) if found is None else found
-    if found is None:
-        found = compute(Rescaling(semiring))
+    if isinstance(semiring, Abs) and backend_of(program.seed).synchronises:
+        tried = program.facts.rescaled_often
+        for n in range(tried.get(semiring.p, 0), len(TRIED_OFTEN)):
+            tried[semiring.p] = n
+            found = compute(DeferredRescaling(semiring, TRIED_OFTEN[n]))
+            if found is not None:
+                return found
+    found = compute(Rescaling(semiring))
     assert found is not None
     return found

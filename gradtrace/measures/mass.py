@@ -280,7 +280,7 @@ def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSel
             backward = BackwardMass(program, rescaling, entries, plan.alive, tails, ahead)
             return path_masses([backward.run(seed) for seed in _seeds(traced)], rescaling)
 
-        return rescaled(lifted(semiring, program, tails), program.seed, run)
+        return rescaled(lifted(semiring, program, tails), program, run)
 
     precise = exact(*semiring.weigh(program.seed))  # here once, and not at every product
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY), precise:
@@ -340,7 +340,7 @@ def cancellation_of(traced: TracedProgram) -> float:
             backward = BackwardMass(program, rescaling, Entries({}, {}), alive, tails, ahead)
             return path_masses([backward.run(program.seed)], rescaling)
 
-        return rescaled(Abs(), program.seed, run)
+        return rescaled(Abs(), program, run)
 
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         (found,) = finitely(program, measured)

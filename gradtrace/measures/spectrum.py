@@ -289,7 +289,7 @@ def _masses(grading: Grading, semiring: Semiring) -> dict[int, Fraction]:
         ((masses,), power) = sums
         return {grade: in_units(mass, power) for grade, mass in masses.items()}
 
-    return rescaled(semiring, program.seed, measured)
+    return rescaled(semiring, program, measured)
 
 
 def _raised(grading: Grading) -> set[int]:
