@@ -29,7 +29,11 @@ MACHINES = {"x86_64": 62, "aarch64": 183}  # as the header of an ELF file says i
 SAMPLE = os.environ.get("SAMPLE") or "10"  # one test in so many
 NEWEST = 28  # the glibc 2.x that torch asks for
 PROGRAM = "gradtrace/experiments/pointer_graph/"  # C++ that an experiment builds when it is run
-TESTS = ("tests/test_native.py", "tests/test_contract.py", "tests/test_steps.py")
+TESTS = (
+    "tests/test_compiled_library.py",
+    "tests/test_contraction_kernels.py",
+    "tests/test_selection_kernels.py",
+)
 
 
 def run(*command: object, **options: object) -> str:

@@ -45,13 +45,13 @@ SLOW = (
     "test_docs",
     "test_notebooks",
     "test_frame",
-    "test_group",
+    "test_process_group",
     "test_bruteforce",
-    "test_scale",
+    "test_large_graphs",
     "experiments",
-    "test_native",
+    "test_compiled_library",
     "test_peak_memory",
-    "test_uneven",
+    "test_monitor_ranks",
 )
 """Files and folders with tests of seconds, which begin first so that no core idles at the end."""
 

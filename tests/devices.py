@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import ops, plainly
-from test_carry import odd
 from test_maps import apart, maker, whole
 from test_maps import numbers as along_a_line
-from test_steps import SHAPES as LINES
-from test_steps import every_pair as all_pairs
+from test_select import odd
+from test_selection_kernels import SHAPES as LINES
+from test_selection_kernels import every_pair as all_pairs
 from torch import Tensor, nn
 
 import gradtrace

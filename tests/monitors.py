@@ -1,4 +1,4 @@
-"""What a process of a training run does for ``test_uneven``: each mode is a run with a Monitor.
+"""What a process of a training run does for ``test_monitor_ranks``: a mode is a run with a Monitor.
 
 ``launch`` starts the processes; the test keeps the store at the port. There is no collective in
 these loops but those that modes name: without a Monitor each comes to its end.

@@ -1,4 +1,4 @@
-"""What a process of a group does for ``test_group``: scenarios that report as JSON.
+"""What a process of a group does for ``test_process_group``: scenarios that report as JSON.
 
 ``launch`` starts the processes; the test keeps the store at the port.
 """

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from backends import plainly
-from test_groups import drawn
+from test_aggregate import drawn
 from test_maps import KINDS
 
 from gradtrace.ir import memory

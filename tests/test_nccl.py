@@ -89,7 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     [
         pytest.param("nccl", "cuda", 1, marks=on_a_gpu),
         pytest.param("nccl", "cuda", 2, marks=on_a_gpu),
-        ("gloo", "cpu", 1),  # test_group has more of them
+        ("gloo", "cpu", 1),  # test_process_group has more of them
     ],
 )
 def test_a_group_finds_what_one_process_finds(
@@ -143,7 +143,7 @@ def parts():
 @on_a_gpu
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_command_line(world: int, tmp_path: Path) -> None:
-    """Its own group is one of gloo; ``test_group`` has it on the CPU."""
+    """Its own group is one of gloo; ``test_process_group`` has it on the CPU."""
     pytest.importorskip("typer")
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(device="cuda"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_plain import check_all
+from test_plain_tensors import check_all
 from torch import Tensor, nn
 
 import gradtrace as gt

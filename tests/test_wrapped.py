@@ -1,5 +1,5 @@
 """Models of which each rank holds a part, in a group of one process: what cannot be traced is
-refused, and left as it was. ``test_group`` has those that are gathered, on two.
+refused, and left as it was. ``test_process_group`` has those that are gathered, on two.
 """
 
 from __future__ import annotations

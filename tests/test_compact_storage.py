@@ -1,4 +1,4 @@
-"""Marks that wait in few bytes: nothing changes but what they take."""
+"""Provenance ids in compact storage: nothing changes but what they take."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from backends import ops, plainly
-from test_carry import odd, same
 from test_maps import KINDS, Make, apart, maker, one_gradient_a_sample, whole
 from test_maps import numbers as along_a_line
+from test_select import odd, same
 from thorough import few
 from torch import Tensor
 

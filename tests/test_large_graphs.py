@@ -57,7 +57,7 @@ def test_graph_of_many_operators() -> None:
 
 FREE = """
 import sys, threading, torch, gradtrace
-from test_scale import chain
+from test_large_graphs import chain
 
 def walked(what):
     loss, leaf = chain(int(sys.argv[1]))
@@ -93,7 +93,7 @@ LEFT = """
 import gc, json, sys
 import torch, gradtrace
 from gradtrace.ir import interpreter
-from test_scale import branches, chain
+from test_large_graphs import branches, chain
 
 def tensors():
     gc.collect()

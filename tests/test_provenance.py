@@ -1,4 +1,4 @@
-"""Palettes: numbers that stand for marks."""
+"""Tables of provenance: ids that stand for sets of components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks that every map hands on are those of the elements that ``best`` names; convolutions as
+"""Provenance that every map hands on is that of the elements that ``best`` names; convolutions as
 products of windows give what their rows give, to the bit.
 """
 
