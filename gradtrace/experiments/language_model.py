@@ -34,8 +34,8 @@ changes of influence hold for all components of a model together (Bonferroni). W
 of all is the LSTM of one layer.
 
 Seeds: Each seed draws the weights and the text: five for recurrent models of one layer, three for
-all others. Costs are measured once, with seed 0, and with ``--workers`` they are marked as not
-measured alone: run ``--seeds 1`` without it first.
+all others. Costs are measured with seed 0, in five rounds, under a Monitor once; with
+``--workers`` they are marked as not measured alone: run ``--seeds 1`` without it first.
 
 Limits: In the published run paths are those of 100 elements, not 300, and models were trained nine
 at a time on one GPU, costs apart. The text is no natural language: it has no rare constructions,

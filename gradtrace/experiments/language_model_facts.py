@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isfinite, nan
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -198,13 +198,12 @@ def _power(graphs: Sequence[Result]) -> Fit:
 def cost_facts(result: Result) -> dict[str, Any]:
     """Milliseconds, and what a trace every 100 steps takes of training time."""
     times = {way: median(result["seconds"][way]) * 1e3 for way in WAYS}
-    extra = times[WATCHED] + times[RECORDING]
     monitor = result["monitor"]
     found = {
         "alone": result["alone"],
         "milliseconds": times,
-        "exact": quotient(extra + times[EXACT], 100 * times[STEP]),
-        "sampled": quotient(extra + times[SAMPLED], 100 * times[STEP]),
+        "exact": _over_rounds(result["seconds"], EXACT),
+        "sampled": _over_rounds(result["seconds"], SAMPLED),
         "within": _within(result["errors_apart"]),
     }
     if "refused" not in monitor:
@@ -212,6 +211,20 @@ def cost_facts(result: Result) -> dict[str, Any]:
         found["every"] = monitor["every"]
         found["said"] = monitor["said"] * 1e3
     return found
+
+
+def _over_rounds(seconds: Mapping[str, Sequence[float]], way: str) -> Interval:
+    """What a trace every 100 steps takes of training time: the mean, with its interval over the
+    rounds, in each of which a way was timed equally often.
+    """
+    rounds = len(seconds[way])
+
+    def means(way: str) -> list[float]:
+        each = len(seconds[way]) // rounds
+        return [fmean(seconds[way][n * each : (n + 1) * each]) for n in range(rounds)]
+
+    parts = zip(means(WATCHED), means(RECORDING), means(way), means(STEP))
+    return student([quotient(a + b + c, 100 * step) for a, b, c, step in parts])
 
 
 def _within(apart: Sequence[float]) -> float:

@@ -204,8 +204,8 @@ def _cost_table(timed: Mapping[int, Result]) -> Table:
         values = [each["peaks"].get(name) for each in facts.values()]
         rows.append((f"peak memory of a {name}, MiB".replace("a exact", "an exact"), *values))
     rows += [
-        ("of 100 steps, all elements", *(_part(each["exact"]) for each in facts.values())),
-        ("of 100 steps, a sample", *(_part(each["sampled"]) for each in facts.values())),
+        ("of 100 steps, all elements", *(_part(each["exact"][0]) for each in facts.values())),
+        ("of 100 steps, a sample", *(_part(each["sampled"][0]) for each in facts.values())),
         ("under a Monitor, by a clock", *(_part(each.get("monitor")) for each in facts.values())),
         ("a Monitor's trace, ms", *(each.get("said") for each in facts.values())),
         ("sampled within 1.96 errors", *(_part(each["within"]) for each in facts.values())),
@@ -213,7 +213,8 @@ def _cost_table(timed: Mapping[int, Result]) -> Table:
     columns = ("what", *(f"{layers} layer{'s' * (layers > 1)}" for layers in facts))
     refused = [r["monitor"]["refused"] for r in timed.values() if "refused" in r["monitor"]]
     note = (
-        f"Medians. {STEP.capitalize()}: fused kernels, with the optimiser; {APART}: by operators, "
+        "Milliseconds are medians, parts of 100 steps means over the rounds. "
+        f"{STEP.capitalize()}: fused kernels, with the optimiser; {APART}: by operators, "
         "unwatched." + (f" A Monitor was refused: {refused[0]}" if refused else "")
     )
     return Table("What a trace costs beside training (LSTM)", columns, tuple(rows), note)

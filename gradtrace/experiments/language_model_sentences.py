@@ -25,9 +25,9 @@ def stated(found: Sequence[float], form: str = ".2f", scale: float = 1.0) -> str
     return NEGATIVE_ZERO.sub(r"\1", text)
 
 
-def percent(found: Sequence[float]) -> str:
+def percent(found: Sequence[float], form: str = ".0f") -> str:
     """``81% [72, 90]``."""
-    return stated(found, ".0f", 100).replace(" [", "% [") + ("" if is_bounded(found) else "%")
+    return stated(found, form, 100).replace(" [", "% [") + ("" if is_bounded(found) else "%")
 
 
 def is_bounded(found: Sequence[float]) -> bool:
@@ -54,12 +54,13 @@ def headline(facts: Mapping[str, Any]) -> str:
         f"(untrained {before})"
     )
     cost = next(iter(facts["cost"].values()), None)
-    if cost is None or cost["sampled"] is None:
+    sampled = "?" if cost is None else percent(cost["sampled"])
+    if cost is None or sampled.startswith("?"):
         return f"{said}."
-    said += f". Every 100 steps a sampled influence takes {cost['sampled']:.1%} of training"
+    said += f". Every 100 steps a sampled influence takes {sampled} of training"
     if "monitor" not in cost:
-        return f"{said} (measured once)."
-    return f"{said}, a full gt.Monitor {cost['monitor']:.0%} (each measured once)."
+        return f"{said}."
+    return f"{said}, a full gt.Monitor {cost['monitor']:.0%} (measured once)."
 
 
 def sentence(facts: Mapping[str, Any]) -> str:
@@ -158,13 +159,13 @@ def _on_cost(facts: Mapping[str, Any]) -> list[str]:
     for layers, each in facts["cost"].items():
         text = (
             f"A trace every 100 steps of an LSTM of {layers} layer{'s' * (layers != '1')} takes "
-            f"{told(each['exact'] * 100, '.1f')}% of training time with all elements and "
-            f"{told(each['sampled'] * 100, '.1f')}% with a sample"
+            f"{percent(each['exact'], '.1f')} of training time with all elements and "
+            f"{percent(each['sampled'], '.1f')} with a sample (intervals over repeated timings)"
         )
         if "monitor" in each:
             text += (
                 f"; ``gt.Monitor`` every {each['every']} without a budget, which measures flow and "
-                f"choices, too, adds {told(each['monitor'] * 100, '.1f')}% by a clock"
+                f"choices, too, adds {told(each['monitor'] * 100, '.1f')}% by a clock, once"
             )
         said.append(f"{text}." if each["alone"] else f"{text}, measured beside other work.")
     return said
