@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import reduce
 from itertools import product
 from operator import add
@@ -242,7 +243,9 @@ def test_a_value_added_to_itself_is_no_tail() -> None:
     maker_map = Identity(maker.shape)
     both = tuple(given.maps.term(maker_map, here) for _ in range(2))
     twice = Step(here + 100, both, maker.shape, x.dtype)
-    given.blocks[-1].steps.append(twice)
+    last = given.blocks[-1]  # kept for the next loss of this structure: not changed, but replaced
+    added = replace(last, steps=[*last.steps, twice])
+    given = replace(given, blocks=[*given.blocks[:-1], added])
     given.leaves[0].value = here + 100
     assert find_tails(given) == slowly(given) == {here + 100}
 
