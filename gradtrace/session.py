@@ -241,7 +241,11 @@ class Session:
                 raise NonFinite(f"{error}{self._origin_of(loss)}") from None
         names = {leaf.value: name for name, leaf in named.items()}
         found = (program, gradients, rule, granularity, loss.numel(), self._classes(), names)
-        return Trace(*found, model=self.model)
+        return Trace(*found, model=self.model, unseen=self._unseen(names.values(), aliases))
+
+    def _unseen(self, leaves: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+        """A note on modules whose parameters were used by calls that could not be seen."""
+        return ()
 
     @isolated()
     def conflicts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from gradtrace.autodiff.nodes import annotate, maker_of, next_sequence
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.autodiff.sharded_hooks import QUIET
-from gradtrace.autodiff.unwatched import unwatched
+from gradtrace.autodiff.unwatched import unseen_modules, unwatched
 from gradtrace.diagnosis import (
     Diagnosis,
     Finding,
@@ -34,7 +34,7 @@ from gradtrace.pytorch import composed_lstm
 from gradtrace.pytorch.composed_checkpoints import COMPOSED_CHECKPOINTS
 from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.global_switches import COMPOSED, eager
-from gradtrace.pytorch.module_calls import Listener, listen, same_in_replicas
+from gradtrace.pytorch.module_calls import Listener, listen, same_in_copies
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.opened import checked, opened
 from gradtrace.pytorch.wrapped_modules import (
@@ -116,7 +116,7 @@ class watch(Session, Listener):
         self._hooks = HookWatch()
         self._stop_listening: Callable[[], None] | None = None
         self._modules: dict[int, nn.Module] = {}  # by id
-        self._names: dict[int, str] = {}  # by id, and by ``same_in_replicas``
+        self._names: dict[int, str] = {}  # by id, and by ``same_in_copies``
         self._calls: dict[str, int] = {}
         self._lock = threading.RLock()
         self._here = _ThreadState()
@@ -166,12 +166,12 @@ class watch(Session, Listener):
     def _know(self, module: nn.Module, name: str) -> None:
         """Set the name of a module, if it has none so far."""
         self._modules.setdefault(id(module), module)
-        for key in (id(module), same_in_replicas(module)):
+        for key in (id(module), same_in_copies(module)):
             self._names.setdefault(key, name)
 
     def _name(self, module: nn.Module) -> str:
         found = self._names.get(id(module))
-        return self._names[same_in_replicas(module)] if found is None else found
+        return self._names[same_in_copies(module)] if found is None else found
 
     def __exit__(self, *_: object) -> None:
         self._close()
@@ -303,6 +303,9 @@ class watch(Session, Listener):
 
     def _unwatched(self, loss: Tensor) -> str:
         return unwatched(loss, self.name_table, self._names_by_id, self._calls)
+
+    def _unseen(self, leaves: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+        return unseen_modules(self.model, leaves, aliases, self._calls)
 
     def _names_by_id(self) -> dict[int, str]:
         known = {id(parameter): name for name, parameter in named_parameters(self.model)}

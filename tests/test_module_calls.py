@@ -130,6 +130,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "functional": lambda part, x: functional_call(part, dict(part.named_parameters()), (x,)),
     "partial": lambda part, x: functools.partial(part.forward)(x),
     "checkpoint": lambda part, x: checkpoint(part.forward, x, use_reentrant=False),
+    "shallow copy": lambda part, x: copy.copy(part)(x),
 }
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "plain": Cell,
@@ -237,6 +238,78 @@ def test_a_forward_that_was_bound_before() -> None:
     assert made_in(second, loss)["SinBackward0"] == {("a", 0), ("b", 0)}
     assert vars(model)["run"] is kept
     assert copied.run.__self__ is copied.a and type(copied.run) is type(kept) and len(twin) == 2
+
+
+KEPT: dict[str, Callable[[nn.Module], Any]] = {
+    "list": lambda part: [part.forward],
+    "dict": lambda part: {"deep": [{"er": part.forward}]},
+    "tuple": lambda part: (torch.sin, (part.forward, 3)),
+    "partial": lambda part: [functools.partial(part.forward, scale=1.0)],
+    "the module's own": lambda part: setattr(part, "run", part.forward) or part,
+    "by its own forward": lambda part: _running_itself(part),
+}
+
+
+def _running_itself(part: Any) -> Any:
+    part.old = part.forward
+    part.forward = functools.partial(lambda part, x: part.old(x), part)
+    return part
+
+
+def _kept(found: Any) -> Any:
+    while not callable(found):
+        found = next(iter(found.values())) if isinstance(found, dict) else found[-1 % len(found)]
+        found = found[0] if isinstance(found, tuple) else found
+    return getattr(found, "run", found)
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_a_forward_that_is_kept_in_a_container(how: str) -> None:
+    class Keeps(Net):
+        def forward(self, x: Tensor) -> Any:
+            return _kept(self.kept)(self.first(x)).cos()
+
+    model = Keeps(Cell(), WAYS["called"])
+    model.kept = KEPT[how](model.part)
+    before, wanted = repr(model.kept), model(torch.ones(2, 3))
+    first, second = gt.watch(model), gt.watch(model)
+    first.__enter__()
+    second.__enter__()
+    loss = model(torch.ones(2, 3)).sum()
+    twin = copy.deepcopy(model)
+    first.__exit__()
+    assert "CallEvent" not in repr(twin.kept) and torch.equal(twin(torch.ones(2, 3)), wanted)
+    model(torch.ones(2, 3))
+    second.__exit__()
+    assert second._calls == {"": 2, "first": 2, "part": 2} and not first.trace(loss).notes
+    assert repr(model.kept) == before and not module_calls._EXCHANGES
+    assert made_in(first, loss)["SinBackward0"] == {("part", 0)}
+    with gt.ablate(model, "part"):
+        assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3))
+
+
+class Elsewhere(nn.Module):
+    """Uses modules in ways that cannot be seen, and one, of PyTorch's, that does so itself."""
+
+    def __init__(self, seen: bool) -> None:
+        super().__init__()
+        self.cells = nn.Sequential(Cell(), Cell())
+        self.shift = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+        self.attend = nn.MultiheadAttention(3, 1)
+        self.run = None if seen else {self.cells[1].forward}
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = self.cells[1] if self.run is None else next(iter(self.run))
+        return self.attend(*[run(self.cells[0](x + self.shift[0]))] * 3)[0]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_modules_that_were_called_out_of_sight_are_named(seen: bool) -> None:
+    model = Elsewhere(seen)
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(2, 1, 3)).sum()
+    notes = watch.trace(loss).influence().notes
+    assert [note.partition(":")[0] for note in notes] == ([] if seen else ["cells.1"])
 
 
 def test_recursion_is_counted() -> None:

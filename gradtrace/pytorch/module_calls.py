@@ -6,8 +6,12 @@ watched. So the class is patched, not the module: it gets a ``__call__``, ``_cal
 ``forward`` that look up the listeners of the instance, and otherwise do nothing. The patch is
 removed when no instance of the class has a listener.
 
-The exception is an attribute that holds the bound ``forward`` of a module (``self.run =
-self.encoder.forward``): it is replaced meanwhile, but copies get the original.
+The exception is a bound ``forward`` that a module keeps (``self.run = self.encoder.forward``), in
+an attribute or in lists, dicts, tuples and partials there: it is replaced meanwhile, but copies get
+the original.
+
+A shallow copy of a module (``copy.copy``, replicas of ``nn.DataParallel``) is that module: its
+calls are told to the module's listeners.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ class Listener:
 
 
 _LOCK = threading.RLock()
-_LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, or of its table of hooks
+_LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, and of its table of hooks
 _OUTERMOST: set[int] = set()  # the keys of _LISTENERS where all listeners are ``outermost``
 _ONLY: dict[int, Listener] = {}  # the one listener of a module, if it is ``outermost``
 _ALL: tuple[_Registration, ...] = ()  # those for every module
@@ -78,27 +82,21 @@ class _Registration:
         self.listener = listener
         self.modules = {id(module): module for module in modules or ()}
         self.classes: dict[type, None] = {}
-        self.bound: list[tuple[dict[str, Any], str, CallEvent]] = []
+        self.bound: list[_Exchange] = []
+        tables = [(module, _shared_table(module)) for module in self.modules.values()]
+        self.keys = {id(each): each for pair in tables for each in pair}  # kept alive, as ids are
         with _LOCK:
             try:
                 self.patch(_subclasses() if modules is None else self._kinds())
             except BaseException:
                 self.close()
                 raise
-            for key in self._keys():
+            for key in self.keys:
                 _set_listeners(key, (*_LISTENERS.get(key, ()), listener))
             if modules is None:
                 _ALL = (*_ALL, self)
             for holder in self.modules.values():
-                for name, value in list(vars(holder).items()):
-                    if self._is_forward(value, holder):
-                        self.bound.append(_exchange(vars(holder), name))
-
-    def _is_forward(self, value: Any, holder: nn.Module) -> bool:
-        """Whether this is the bound ``forward`` of another one of the modules."""
-        if type(value) is MethodType and value.__name__ == "forward":
-            return value.__self__ is not holder and id(value.__self__) in self.modules
-        return type(value) is CallEvent and value.module is not holder
+                self.bound += _exchanges(holder)
 
     def patch(self, kinds: Iterable[type]) -> None:
         """Patch these classes, once each."""
@@ -117,25 +115,17 @@ class _Registration:
             if isinstance(later, type):
                 yield later
 
-    def _keys(self) -> dict[int, None]:
-        """The keys of the modules in ``_LISTENERS``."""
-        return dict.fromkeys(
-            key
-            for module in self.modules.values()
-            for key in (id(module), same_in_replicas(module))
-        )
-
     def close(self) -> None:
         """Unregister the listener."""
         global _ALL
         with _LOCK:
-            for key in self._keys():
+            for key in self.keys:
                 before = _LISTENERS.get(key, ())
                 _set_listeners(key, tuple(each for each in before if each is not self.listener))
             _ALL = tuple(registration for registration in _ALL if registration is not self)
             while self.bound:
-                _put_back(*self.bound.pop())
-            self.modules = {}
+                self.bound.pop().release()
+            self.modules, self.keys = {}, {}
             while self.classes:
                 _PATCHES[self.classes.popitem()[0]].release()
 
@@ -153,11 +143,14 @@ def _set_listeners(key: int, listeners: tuple[Listener, ...]) -> None:
         _LISTENERS.pop(key, None)
 
 
-def same_in_replicas(module: nn.Module) -> int:
-    """A key that a module shares with its replicas in ``nn.DataParallel``: the id of its table of
-    forward hooks.
-    """
-    return id(vars(module).get("_forward_hooks", module))
+def same_in_copies(module: nn.Module) -> int:
+    """A key that a module shares with its shallow copies, such as replicas of ``DataParallel``."""
+    return id(_shared_table(module))
+
+
+def _shared_table(module: nn.Module) -> object:
+    """What a module shares with its shallow copies, and with no other: the table of its hooks."""
+    return vars(module).get("_forward_hooks", module)
 
 
 def _subclasses() -> list[type]:
@@ -176,8 +169,8 @@ def _subclasses() -> list[type]:
 def listeners_of(module: nn.Module) -> tuple[Listener, ...]:
     """The listeners of this module."""
     found = _LISTENERS.get(id(module))
-    if found is None and _LISTENERS and "_is_replica" in vars(module):
-        found = _LISTENERS.get(same_in_replicas(module))
+    if found is None and _LISTENERS:
+        found = _LISTENERS.get(same_in_copies(module))
     return (
         (*(found or ()), *(registration.listener for registration in _ALL)) if _ALL else found or ()
     )
@@ -201,6 +194,11 @@ def _needs_nothing(module: nn.Module) -> bool:
     """Whether this is a stage of a call whose beginning was told, to listeners that need no more"""
     if id(module) not in _OUTERMOST or _ALL:
         return False
+    return _is_running(module)
+
+
+def _is_running(module: nn.Module) -> bool:
+    """Whether a call of the module is the innermost on this thread."""
     calls = _STACK.calls
     return bool(calls) and calls[-1][0] is module
 
@@ -485,16 +483,22 @@ def _with_signature_of(function: Forward, original: Any) -> FunctionType:
 
 
 class CallEvent:
-    """Wraps a ``forward`` that is not a method of the class, such as one set on the instance."""
+    """Wraps a ``forward`` that is not a method of the class, such as one set on the instance.
 
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
+    Or one that was bound before the class was patched (``kept``); if a module runs its own, that is
+    part of its call.
+    """
+
+    def __init__(self, module: nn.Module, forward: Forward, kept: bool = False) -> None:
         self.module = module
         self.forward = forward
-        self.users = 0
+        self.kept = kept
         functools.update_wrapper(self, forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped ``forward`` and notify the listeners."""
+        if is_compiling() or (self.kept and _is_running(self.module)):
+            return self.forward(*args, **kwargs)
         return _run(FORWARD, self.module, self.forward, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -519,17 +523,79 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _exchange(attributes: dict[str, Any], name: str) -> tuple[dict[str, Any], str, CallEvent]:
-    """Replace a bound ``forward`` by a ``CallEvent``."""
-    value = attributes[name]
-    event = value if isinstance(value, CallEvent) else CallEvent(value.__self__, value)
-    event.users += 1
-    attributes[name] = event
-    return attributes, name, event
+# Kept ``forward``s -------------------------------------------------------------------------------
+
+MODULE_TABLES = frozenset({"forward", *vars(nn.Module())})
+"""Attributes of every module; what a user puts there is seen, or is no call."""
+
+MOST_ENTRIES = 1_000
+"""How many entries of a module's containers are searched for a bound ``forward``."""
 
 
-def _put_back(attributes: dict[str, Any], name: str, event: CallEvent) -> None:
-    """Undo one ``_exchange``; the last one restores the bound ``forward``."""
-    event.users -= 1
-    if not event.users and attributes.get(name) is event:
-        attributes[name] = event.forward
+class _Exchange:
+    """An entry of a container whose bound ``forward``s are replaced by ``CallEvent``s."""
+
+    def __init__(self, holder: Any, key: Any, found: Any) -> None:
+        self.holder, self.key = holder, key
+        self.before, self.now = holder[key], found
+        self.users = 0
+
+    def acquire(self) -> _Exchange:
+        """Make the exchange, if this is its first user."""
+        self.users += 1
+        if self.users == 1:
+            _EXCHANGES[id(self.holder), self.key] = self
+            self.holder[self.key] = self.now
+        return self
+
+    def holds(self) -> bool:
+        """Whether the entry is still what was put there."""
+        try:
+            return self.holder[self.key] is self.now
+        except LookupError:
+            return False
+
+    def release(self) -> None:
+        """With the last user, put back what was there, unless it has been replaced since."""
+        self.users -= 1
+        if self.users:
+            return
+        if _EXCHANGES.get((id(self.holder), self.key)) is self:
+            del _EXCHANGES[id(self.holder), self.key]
+        if self.holds():
+            self.holder[self.key] = self.before
+
+
+_EXCHANGES: dict[tuple[int, Any], _Exchange] = {}  # by the container's id, and the key in it
+
+
+def _exchanges(module: nn.Module) -> Iterator[_Exchange]:
+    """Exchanges of all that a module keeps; none in what every module has."""
+    found: list[tuple[Any, Any]] = [
+        (vars(module), key) for key in list(vars(module)) if key not in MODULE_TABLES
+    ]
+    for holder, key in found:  # grows meanwhile
+        value = holder[key]
+        known = _EXCHANGES.get((id(holder), key)) if _EXCHANGES else None
+        if known is not None and known.holds():
+            yield known.acquire()
+        elif type(value) in (list, dict):
+            if len(found) + len(value) <= MOST_ENTRIES:
+                keys = range(len(value)) if type(value) is list else list(value)
+                found += [(value, inside) for inside in keys]
+        elif (now := _observed(value)) is not value:
+            yield _Exchange(holder, key, now).acquire()
+
+
+def _observed(value: Any) -> Any:
+    """The value with ``CallEvent``s for bound ``forward``s; itself if it has none."""
+    if type(value) is MethodType:
+        kept = value.__name__ == "forward" and isinstance(value.__self__, nn.Module)
+        return CallEvent(value.__self__, value, kept=True) if kept else value
+    if type(value) is functools.partial:
+        run = _observed(value.func)
+        return value if run is value.func else functools.partial(run, *value.args, **value.keywords)
+    if type(value) is tuple and len(value) <= MOST_ENTRIES:
+        parts = tuple(_observed(each) for each in value)
+        return value if all(a is b for a, b in zip(parts, value)) else parts
+    return value

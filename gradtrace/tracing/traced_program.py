@@ -63,6 +63,7 @@ class TracedProgram:
     budget: int | None = None
     model: nn.Module | None = field(default=None, repr=False)  # that was watched
     whole: WholeProgram | None = field(default=None, repr=False)  # where parts are found
+    unseen: tuple[str, ...] = field(default=(), repr=False)  # notes on modules that were not called
     _states: TensorStates | None = field(default=None, repr=False)  # not checked anew in copies
     _followers: dict[int, PathFollower] = field(default_factory=dict, init=False, repr=False)
 
@@ -104,8 +105,8 @@ class TracedProgram:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is not exact, one line per operator."""
-        return tuple(dict.fromkeys(self.program.notes()))
+        """What is not exact, one line per operator, and what was not seen of the forward pass."""
+        return (*dict.fromkeys(self.program.notes()), *self.unseen)
 
     @property
     def device(self) -> torch.device:
