@@ -15,6 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
+from gradtrace.autodiff.pass_scope import own_work_runs
+from gradtrace.diagnosis import ForwardRecorder
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir import interpreter
 from gradtrace.pytorch import module_calls as calls
@@ -1311,3 +1313,27 @@ def test_what_may_lie_outside_the_watch_does_not_warn() -> None:
         again = late.loss()
     watch.trace(again + out.sum())
     watch.trace(inside + late.x.sum())
+
+
+def test_what_a_trace_computes_is_not_shown_to_an_open_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To be asked about each of its operations takes longer than the trace; afterwards all is
+    recorded again.
+    """
+    seen, own = list[bool](), ForwardRecorder.__torch_function__
+
+    def counted(self: ForwardRecorder, *call: Any) -> Any:
+        seen.append(own_work_runs())
+        return own(self, *call)
+
+    monkeypatch.setattr(ForwardRecorder, "__torch_function__", counted)
+    model = nn.Linear(3, 2)
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(1, 3)).sum()
+        forward = len(seen)
+        watch.trace(loss).influence()
+        assert len(seen) == forward > 0
+        loss + 1
+        assert len(seen) > forward
+    assert True not in seen

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.names import NameTable
-from gradtrace.autodiff.pass_scope import own_work
+from gradtrace.autodiff.pass_scope import own_work, paused
 from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
@@ -42,6 +42,7 @@ def isolated() -> Iterator[None]:
     False
     """
     with ExitStack() as stack:
+        stack.enter_context(paused())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

@@ -15,6 +15,8 @@ from types import CellType
 from typing import Any
 
 import torch
+from torch import overrides
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from gradtrace.autodiff.nodes import Edges, Node, leaves_below
@@ -57,6 +59,18 @@ def own_work() -> Iterator[None]:
             _PASS.own -= 1
 
 
+class PausedMode(TorchFunctionMode):
+    """A mode that has nothing to do in ``own_work``, where it would be asked about every operation:
+    ``paused`` takes it off meanwhile.
+    """
+
+
+def paused() -> contextlib.AbstractContextManager[object]:
+    """Within, the innermost mode of PyTorch's functions is not active if it is a ``PausedMode``."""
+    innermost = overrides._get_current_function_mode()
+    return _PAUSED() if isinstance(innermost, PausedMode) else contextlib.nullcontext()
+
+
 def collector_off() -> contextlib.AbstractContextManager[None]:
     """Within, the garbage collector does not run: a pass makes many small objects that are all in
     use and in no cycle, and to scan them repeatedly, and then all of the process's, takes a
@@ -84,11 +98,6 @@ def own_work_runs() -> bool:
     return _PASS.own > 0 or backward_runs()
 
 
-def rerun_is_running() -> bool:
-    """Whether forward passes of this thread are those of ``rerunning``."""
-    return _PASS.reruns
-
-
 @contextlib.contextmanager
 def rerunning() -> Iterator[None]:
     """Within, Monitors take no notice of forward passes."""
@@ -101,7 +110,7 @@ def rerunning() -> Iterator[None]:
 
 def of_training() -> bool:
     """Whether a forward pass on this thread is one of the user's: neither does ``backward_runs``
-    hold nor ``rerun_is_running``. Asked in every step.
+    hold nor is it within ``rerunning``. Asked in every step.
     """
     state = _PASS
     return not state.passes and not state.reruns and _TASK() == -1
@@ -182,6 +191,7 @@ _CACHED: Any = vars(checkpoint)["_CachedTorchDispatchMode"]
 _ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
 _RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
 _RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
+_PAUSED: Any = vars(overrides)["_pop_mode_temporarily"]
 
 
 def _task() -> int:

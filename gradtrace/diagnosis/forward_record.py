@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.pass_scope import own_work_runs
+from gradtrace.autodiff.pass_scope import PausedMode, own_work_runs
 from gradtrace.diagnosis.source_lines import Place, SourceLine, place
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
@@ -348,7 +347,7 @@ def extent_of(tensor: Tensor) -> Extent | None:
     return Extent(low.item(), high.item(), tensor.dtype, tuple(tensor.shape))
 
 
-class ForwardRecorder(TorchFunctionMode):
+class ForwardRecorder(PausedMode):
     """Writes a ``ForwardRecord`` while it is entered; ``module`` names the module that runs
     (None: none does).
     """

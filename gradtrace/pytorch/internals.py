@@ -60,6 +60,8 @@ NAMES = {
     "_foreach_norm": "finding gradients that are not finite",
     "multiprocessing.reductions.StorageWeakRef": "following values through shared memory",
     "overrides.TorchFunctionMode": "recording forward passes",
+    "overrides._get_current_function_mode": "tracing without recording the trace",
+    "overrides._pop_mode_temporarily": "tracing without recording the trace",
     "utils._python_dispatch.TorchDispatchMode": "recording formulas",
     "utils._python_dispatch._disable_current_modes": "recording formulas",
 }
