@@ -43,8 +43,12 @@ Title = Annotated[
 ]
 Restart = Annotated[bool, Option("--restart", help="Set earlier rows aside and begin anew.")]
 Rows = Annotated[
-    Path | None,
-    Option("--rows", help="Measure nothing: make tables and figures of published rows."),
+    list[Path] | None,
+    Option(
+        "--rows",
+        help="Measure nothing: make tables and figures of published rows; rows of a file that is "
+        "given later take the place of those of the same cell.",
+    ),
 ]
 OnRay = Annotated[bool, Option("--ray", help="Measure on a Ray cluster (extra ray).")]
 
@@ -83,9 +87,9 @@ def experiment(
         return
     asked = command.ExperimentOptions(
         *(quick, seeds, workers, out, tuple(settings or ()), text, docs, restart, on_ray, called),
-        rows=rows,
+        rows=tuple(rows or ()),
     )
-    done = command.run(command.sources(name, every, rows), asked, say)
+    done = command.run(command.sources(name, every, asked.rows), asked, say)
     if done.spoken and as_json:
         write_json({"experiments": done.found, "failed": done.failed})
     elif done.spoken:

@@ -82,10 +82,16 @@ def models(rows: Iterable[Row]) -> list[Model]:
     return made
 
 
-def costs(rows: Iterable[Row]) -> dict[int, Result]:
-    """What was timed, by layers."""
-    found = {row.cell["layers"]: row.result for row in rows if row.cell["part"] == "cost"}
-    return dict(sorted(found.items()))
+def costs(rows: Iterable[Row]) -> dict[int, list[Result]]:
+    """What was timed, by layers, of each seed."""
+    found: dict[int, list[Row]] = {}
+    for row in rows:
+        if row.cell["part"] == "cost":
+            found.setdefault(row.cell["layers"], []).append(row)
+    return {
+        layers: [row.result for row in sorted(found[layers], key=lambda row: int(row.cell["seed"]))]
+        for layers in sorted(found)
+    }
 
 
 def learned_facts(model: Model) -> dict[str, Any]:
@@ -195,36 +201,38 @@ def _power(graphs: Sequence[Result]) -> Fit:
     return power_fit([graph["edges"] for graph in graphs], lengths)
 
 
-def cost_facts(result: Result) -> dict[str, Any]:
-    """Milliseconds, and what a trace every 100 steps takes of training time."""
-    times = {way: median(result["seconds"][way]) * 1e3 for way in WAYS}
-    monitor = result["monitor"]
-    found = {
-        "alone": result["alone"],
-        "milliseconds": times,
-        "exact": _over_rounds(result["seconds"], EXACT),
-        "sampled": _over_rounds(result["seconds"], SAMPLED),
-        "within": _within(result["errors_apart"]),
+def cost_facts(results: Sequence[Result]) -> dict[str, Any]:
+    """Milliseconds, and what a trace every 100 steps takes of training time: of each seed by its
+    medians, then the mean over seeds with its interval.
+    """
+    times = [{way: median(r["seconds"][way]) * 1e3 for way in WAYS} for r in results]
+    found: dict[str, Any] = {
+        "seeds": len(results),
+        "alone": all(result["alone"] for result in results),
+        "milliseconds": {way: list(student([each[way] for each in times])) for way in WAYS},
+        "exact": list(student([_of_training(each, EXACT) for each in times])),
+        "sampled": list(student([_of_training(each, SAMPLED) for each in times])),
+        "peak": _peaks(results),
+        "within": _within([x for result in results for x in result["errors_apart"]]),
     }
-    if "refused" not in monitor:
-        found["monitor"] = quotient(monitor["with"], monitor["plain"]) - 1
-        found["every"] = monitor["every"]
-        found["said"] = monitor["said"] * 1e3
+    monitors = [r["monitor"] for r in results if "refused" not in r["monitor"]]
+    if monitors:
+        added = [quotient(each["with"], each["plain"]) - 1 for each in monitors]
+        found["monitor"] = list(student(added))
+        found["every"] = monitors[0]["every"]
+        found["said"] = list(student([each["said"] * 1e3 for each in monitors]))
     return found
 
 
-def _over_rounds(seconds: Mapping[str, Sequence[float]], way: str) -> Interval:
-    """What a trace every 100 steps takes of training time: the mean, with its interval over the
-    rounds, in each of which a way was timed equally often.
-    """
-    rounds = len(seconds[way])
+def _of_training(times: Mapping[str, float], way: str) -> float:
+    """What a trace every 100 steps takes of the time of these."""
+    return quotient(times[WATCHED] + times[RECORDING] + times[way], 100 * times[STEP])
 
-    def means(way: str) -> list[float]:
-        each = len(seconds[way]) // rounds
-        return [fmean(seconds[way][n * each : (n + 1) * each]) for n in range(rounds)]
 
-    parts = zip(means(WATCHED), means(RECORDING), means(way), means(STEP))
-    return student([quotient(a + b + c, 100 * step) for a, b, c, step in parts])
+def _peaks(results: Sequence[Result]) -> dict[str, float]:
+    """The most MiB over seeds, where a device says them."""
+    known = [result["peak"] for result in results if result["peak"]]
+    return {name: max(peak[name] for peak in known) for name in (known[0] if known else ())}
 
 
 def _within(apart: Sequence[float]) -> float:

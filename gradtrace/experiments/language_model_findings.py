@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from statistics import median
 from typing import Any
 
 from gradtrace.experiments.harness.findings import Findings, Plot, Result, Row, Series, Table
@@ -52,15 +51,15 @@ def findings(rows: Sequence[Row]) -> Findings:
         "lengths": {model.title: length_facts(model) for model in trained},
         "by_layers": {kind: growth_by_layers(trained, kind) for kind in KINDS},
         "by_graph": {model.title: growth_by_graph(model) for model in trained},
-        "cost": {str(layers): cost_facts(result) for layers, result in timed.items()},
+        "cost": {str(layers): cost_facts(some) for layers, some in timed.items()},
         "devices": sorted({row.result["device"] for row in rows}),
     }
     tables = (_learning(trained), _influence(trained, changes), _paths(trained), _fits(facts))
-    more = (_sizes(trained), _cost_table(timed)) if timed else (_sizes(trained),)
+    more = (_sizes(trained), _cost_table(facts["cost"], timed)) if timed else (_sizes(trained),)
     return Findings(
         sentence(facts),
         tables=tuple(table for table in (*tables, *more) if table.rows),
-        plots=tuple(plot for plot in _plots(trained, timed) if plot.series),
+        plots=tuple(plot for plot in _plots(trained, facts["cost"]) if plot.series),
         facts=facts,
     )
 
@@ -193,43 +192,55 @@ def _sizes(trained: Sequence[Model]) -> Table:
     return Table("Path length against the size of the graph", columns + last, tuple(rows))
 
 
-def _cost_table(timed: Mapping[int, Result]) -> Table:
-    rows: list[tuple[str | float | None, ...]] = []
-    facts = {layers: cost_facts(result) for layers, result in timed.items()}
-    for way in WAYS:
-        rows.append((f"{way}, ms", *(each["milliseconds"][way] for each in facts.values())))
-    for layers, result in timed.items():
-        facts[layers]["peaks"] = result["peak"] or {}
-    for name in ("training step", "exact trace"):
-        values = [each["peaks"].get(name) for each in facts.values()]
-        rows.append((f"peak memory of a {name}, MiB".replace("a exact", "an exact"), *values))
-    rows += [
-        ("of 100 steps, all elements", *(_part(each["exact"][0]) for each in facts.values())),
-        ("of 100 steps, a sample", *(_part(each["sampled"][0]) for each in facts.values())),
-        ("under a Monitor, by a clock", *(_part(each.get("monitor")) for each in facts.values())),
-        ("a Monitor's trace, ms", *(each.get("said") for each in facts.values())),
-        ("sampled within 1.96 errors", *(_part(each["within"]) for each in facts.values())),
+def _cost_table(cost: Mapping[str, Any], timed: Mapping[int, Sequence[Result]]) -> Table:
+    facts = cost.values()
+
+    def shares(key: str) -> list[str | None]:
+        return [percent(each[key], ".1f") if key in each else None for each in facts]
+
+    rows: list[tuple[str | float | None, ...]] = [
+        ("seeds", *(each["seeds"] for each in facts)),
+        *((f"{way}, ms", *(_ms(each["milliseconds"][way]) for each in facts)) for way in WAYS),
+        ("peak memory of a training step, MiB", *(each["peak"].get(STEP) for each in facts)),
+        (
+            "peak memory of an exact trace, MiB",
+            *(each["peak"].get("exact trace") for each in facts),
+        ),
+        ("of 100 steps, all elements", *shares("exact")),
+        ("of 100 steps, a sample", *shares("sampled")),
+        ("added by a Monitor, by a clock", *shares("monitor")),
+        (
+            "a Monitor's trace, ms",
+            *(_ms(each["said"]) if "said" in each else None for each in facts),
+        ),
+        (
+            "sampled within 1.96 errors",
+            *(f"{x:.1%}" if isfinite(x) else None for x in (each["within"] for each in facts)),
+        ),
     ]
-    columns = ("what", *(f"{layers} layer{'s' * (layers > 1)}" for layers in facts))
-    refused = [r["monitor"]["refused"] for r in timed.values() if "refused" in r["monitor"]]
+    columns = ("what", *(f"{layers} layer{'s' * (layers != '1')}" for layers in cost))
+    every = (result["monitor"] for some in timed.values() for result in some)
+    refused = [monitor["refused"] for monitor in every if "refused" in monitor]
     note = (
-        "Milliseconds are medians, parts of 100 steps means over the rounds. "
-        f"{STEP.capitalize()}: fused kernels, with the optimiser; {APART}: by operators, "
-        "unwatched." + (f" A Monitor was refused: {refused[0]}" if refused else "")
+        "Of each seed the median over its rounds, then means over seeds with their intervals; "
+        f"memory is the most of any. {STEP.capitalize()}: fused kernels, with the optimiser; "
+        f"{APART}: by operators, unwatched."
+        + (f" A Monitor was refused: {refused[0]}" if refused else "")
     )
     return Table("What a trace costs beside training (LSTM)", columns, tuple(rows), note)
 
 
-def _part(value: float | None) -> str | None:
-    return None if value is None or not isfinite(value) else f"{value:.1%}"
+def _ms(found: Sequence[float]) -> str:
+    """Milliseconds with their interval, three digits or more."""
+    return stated(found, ".2f" if found[0] < 10 else ".1f" if found[0] < 100 else ".0f")
 
 
 # Figures ------------------------------------------------------------------------------------------
 
 
-def _plots(trained: Sequence[Model], timed: Mapping[int, Result]) -> list[Plot]:
+def _plots(trained: Sequence[Model], cost: Mapping[str, Any]) -> list[Plot]:
     if not trained:
-        return [_cost_plot(timed)]
+        return [_cost_plot(cost)]
     return [
         _over_training(trained[0]),
         _agreement(trained),
@@ -237,7 +248,7 @@ def _plots(trained: Sequence[Model], timed: Mapping[int, Result]) -> list[Plot]:
         _layers(trained),
         _graph_sizes(trained),
         _in_time(trained[0]),
-        _cost_plot(timed),
+        _cost_plot(cost),
     ]
 
 
@@ -346,11 +357,9 @@ def _in_time(model: Model) -> Plot:
     return Plot("time", title, "time step", "share of paths", tuple(series))
 
 
-def _cost_plot(timed: Mapping[int, Result]) -> Plot:
-    names = [f"{layers} layer{'s' * (layers > 1)}" for layers in timed]
-    series = [
-        Series(way, names, [median(r["seconds"][way]) * 1e3 for r in timed.values()], style="bars")
-        for way in WAYS
-    ]
+def _cost_plot(cost: Mapping[str, Any]) -> Plot:
     title = "What a trace costs beside a training step (LSTM)"
-    return Plot("cost", title, "", "ms", tuple(series) if timed else (), log_y=True)
+    names = [f"{layers} layer{'s' * (layers != '1')}" for layers in cost]
+    found = {way: [Interval(*each["milliseconds"][way]) for each in cost.values()] for way in WAYS}
+    series = [_series(way, names, each, style="bars") for way, each in found.items() if each]
+    return Plot("cost", title, "", "ms", tuple(series), log_y=True)

@@ -58,9 +58,9 @@ def headline(facts: Mapping[str, Any]) -> str:
     if cost is None or sampled.startswith("?"):
         return f"{said}."
     said += f". Every 100 steps a sampled influence takes {sampled} of training"
-    if "monitor" not in cost:
-        return f"{said}."
-    return f"{said}, a full gt.Monitor {cost['monitor']:.0%} (measured once)."
+    if "monitor" in cost:
+        said += f", a full gt.Monitor {percent(cost['monitor'])}"
+    return f"{said} (one seed)." if cost["seeds"] == 1 else f"{said}."
 
 
 def sentence(facts: Mapping[str, Any]) -> str:
@@ -160,12 +160,16 @@ def _on_cost(facts: Mapping[str, Any]) -> list[str]:
         text = (
             f"A trace every 100 steps of an LSTM of {layers} layer{'s' * (layers != '1')} takes "
             f"{percent(each['exact'], '.1f')} of training time with all elements and "
-            f"{percent(each['sampled'], '.1f')} with a sample (intervals over repeated timings)"
+            f"{percent(each['sampled'], '.1f')} with a sample ({_of_seeds(each['seeds'])})"
         )
         if "monitor" in each:
             text += (
                 f"; ``gt.Monitor`` every {each['every']} without a budget, which measures flow and "
-                f"choices, too, adds {told(each['monitor'] * 100, '.1f')}% by a clock, once"
+                f"choices, too, adds {percent(each['monitor'], '.1f')} by a clock"
             )
         said.append(f"{text}." if each["alone"] else f"{text}, measured beside other work.")
     return said
+
+
+def _of_seeds(seeds: int) -> str:
+    return "one seed" if seeds == 1 else f"{seeds} seeds"

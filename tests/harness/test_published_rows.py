@@ -122,12 +122,32 @@ def test_rows_say_whose_they_are() -> None:
     """The page of an experiment on other data is made again by its own name, or without one."""
     rows = DOCS / "competition-shakespeare.rows.jsonl.gz"
     for name in ("competition-shakespeare", "competition", None):
-        (source,) = command.sources(name, False, rows)
+        (source,) = command.sources(name, False, [rows])
         assert source.name == "competition"
     with pytest.raises(GradtraceError, match="no experiment 'other'"):
-        command.sources("other", False, rows)
+        command.sources("other", False, [rows])
     with pytest.raises(GradtraceError, match="give the name"):
-        command.sources(None, False, Path("missing"))
+        command.sources(None, False, [Path("missing")])
+
+
+def test_rows_measured_later_take_their_place(mine: Path, tmp_path: Path) -> None:
+    """A part of the cells that is run again, or more seeds of it, makes one run with the others."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert run(mine, "--seeds", 1, "--out", whole).exit_code == 0
+    mine.write_text(MINE.replace('cell["k"] / 3', '100 + cell["k"]').replace("cells(s", "all(s")
+                    + "\n\ndef cells(settings, seeds):\n"
+                    "    return [c for c in all(settings, seeds) if c['k'] == 1]\n")  # fmt: skip
+    assert run(mine, "--seeds", 1, "--out", again).exit_code == 0
+    mine.write_text(MINE)
+    first, later = (path / "mine" / "rows.jsonl.gz" for path in (whole, again))
+    docs = tmp_path / "docs"
+    done = run(mine, "--rows", first, "--rows", later, "--out", tmp_path / "o", "--docs", docs)
+    assert done.exit_code == 0, done.stderr
+    found = unpacked(docs / "mine.rows.jsonl.gz")
+    assert [row.result["y"] for row in found.rows] == [0, 101, 2 / 3]
+    assert found.ran["cells"] == 3 and len(found.ran["machines"]) == 1
+    refused = run(mine, "--rows", later, "--rows", later, "--out", tmp_path / "o")
+    assert refused.exit_code == 2 and "2 of the 3 cells" in refused.stderr
 
 
 def test_rows_of_another_experiment_and_of_all_are_refused(mine: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -45,7 +45,7 @@ class ExperimentOptions:
     restart: bool = False
     ray: bool = False
     name: str | None = None
-    rows: Path | None = None
+    rows: tuple[Path, ...] = ()
 
     @property
     def form(self) -> str:
@@ -76,13 +76,13 @@ def listed() -> list[dict[str, str]]:
     ]
 
 
-def sources(name: str | None, every: bool, rows: Path | None = None) -> list[ExperimentSource]:
+def sources(name: str | None, every: bool, rows: Sequence[Path] = ()) -> list[ExperimentSource]:
     """The experiments to run: one by its name or file, or all. Rows say whose they are, so with
     these the name of their page will do, or none.
     """
     known = available()
-    if rows is not None and rows.is_file() and not every and name not in known:
-        ran = unpacked(rows).ran
+    if rows and rows[0].is_file() and not every and name not in known:
+        ran = unpacked(rows[0]).ran
         name = ran["experiment"] if name in (None, ran["name"]) else name
     if every == (name is not None):
         raise GradtraceError("give the name of an experiment, or --all, or --list")
@@ -133,9 +133,9 @@ def _run(
 
 
 def _one(one: RunPlan, asked: ExperimentOptions, done: ExperimentOutcome, say: Say) -> None:
-    if asked.rows is not None:
-        say(f"{one.title}, of the rows in {asked.rows}")
-        outcome: Outcome | None = recomputed(one.source, asked.rows)
+    if asked.rows:
+        say(f"{one.title}, of the rows in {', '.join(map(str, asked.rows))}")
+        outcome: Outcome | None = recomputed(one.source, *asked.rows)
     else:
         say(f"{one.title} ({one.form})")
         outcome = run_plan(one, say)
@@ -166,14 +166,13 @@ def _check_name(name: str | None, chosen: list[ExperimentSource]) -> None:
         raise GradtraceError(f"--name {name} is another experiment's name")
 
 
-def _check_rows(rows: Path | None, chosen: list[ExperimentSource]) -> None:
-    """Check ``--rows``, which is of one run."""
-    if rows is None:
-        return
-    if len(chosen) > 1:
+def _check_rows(rows: Sequence[Path], chosen: list[ExperimentSource]) -> None:
+    """Check ``--rows``, which is of one experiment."""
+    if rows and len(chosen) > 1:
         raise GradtraceError("--rows is of one experiment, not of --all")
-    if not rows.is_file():
-        raise GradtraceError(f"there is no file {str(rows)!r} (in {Path.cwd()})")
+    for path in rows:
+        if not path.is_file():
+            raise GradtraceError(f"there is no file {str(path)!r} (in {Path.cwd()})")
 
 
 def _quiet(line: str) -> None:

@@ -7,20 +7,23 @@ it took, in the order of the cells::
     {"cell": {...}, "result": {...}, "seconds": 0.8}
 
 Equal runs make equal files: the header of gzip holds no time and no name. ``gradtrace experiment
-NAME --rows FILE`` makes every table and figure again from such a file, and measures nothing.
+NAME --rows FILE`` makes every table and figure again from such a file, and measures nothing. With
+``--rows`` given again, rows of later files take the place of those of the same cell, and cells that
+the first had not are added.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.findings import Cell, Row
-from gradtrace.experiments.harness.journal import JournalEntry
+from gradtrace.experiments.harness.journal import JournalEntry, key
 from gradtrace.io import atomic_files, jsonl, schemas, tuning
 from gradtrace.io.atomic_files import WRITER_HINT, BadFile
 from gradtrace.io.strict_json import parse, weight
@@ -38,10 +41,17 @@ RAN = (
 
 
 class PublishedRows(NamedTuple):
-    """How a run was made, and its rows."""
+    """How a run was made, its rows, and the seconds that each took."""
 
     ran: dict[str, Any]
     rows: list[Row]
+    seconds: list[float]
+
+    @property
+    def made(self) -> Iterator[tuple[Cell, JournalEntry]]:
+        """Cells with their results and seconds."""
+        for row, seconds in zip(self.rows, self.seconds):
+            yield row.cell, JournalEntry(row.result, seconds)
 
 
 def packed(ran: Mapping[str, Any], rows: Iterable[tuple[Cell, JournalEntry]]) -> bytes:
@@ -58,6 +68,7 @@ def packed(ran: Mapping[str, Any], rows: Iterable[tuple[Cell, JournalEntry]]) ->
 def unpacked(path: Path) -> PublishedRows:
     """The content of a file; raises an error that says what is wrong with it."""
     found: list[Row] = []
+    seconds: list[float] = []
     ran: dict[str, Any] = {}
     taken = 0  # estimated bytes of memory
     for number, line in enumerate(_lines(path), 1):
@@ -73,9 +84,42 @@ def unpacked(path: Path) -> PublishedRows:
             ran = dict(row)
         else:
             found.append(Row(row["cell"], row["result"]))
+            seconds.append(row["seconds"])
     if ran.get("cells") != len(found):
         raise GradtraceError(f"{path} is not whole: give a file that --docs wrote")
-    return PublishedRows({name: ran[name] for name in RAN}, found)
+    return PublishedRows({name: ran[name] for name in RAN}, found, seconds)
+
+
+def merged(runs: Sequence[PublishedRows], cells: Sequence[Cell]) -> PublishedRows:
+    """One run of several, the later of which measured some cells again or more of them; ``cells``
+    are those that the settings and seeds of the first ask for.
+    """
+    first = runs[0].ran
+    found = {key(cell): entry for run in runs for cell, entry in run.made}
+    missing = sum(key(cell) not in found for cell in cells)
+    if missing or len(found) > len(cells):
+        raise GradtraceError(
+            f"these rows do not make one run: {missing} of the {len(cells)} cells of "
+            f"`{first['command']}` are missing, and {len(found) - len(cells) + missing} rows are "
+            "of other cells; the first --rows must be the file of the whole run, the others of "
+            "runs with its settings"
+        )
+    made = [found[key(cell)] for cell in cells]
+    seconds = [entry.seconds for entry in made]
+    ran = first | {
+        "cells": len(cells),
+        "seconds": round(sum(seconds), 2),
+        "machines": distinct(one for run in runs for one in run.ran["machines"]),
+        "versions": distinct(one for run in runs for one in run.ran["versions"]),
+        "date": ", ".join(sorted({run.ran["date"] for run in runs})),
+    }
+    rows = [Row(cell, entry.result) for cell, entry in zip(cells, made)]
+    return PublishedRows(ran, rows, seconds)
+
+
+def distinct(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without repetitions."""
+    return [json.loads(text) for text in dict.fromkeys(json.dumps(part) for part in found)]
 
 
 def _lines(path: Path) -> Iterator[bytes]:

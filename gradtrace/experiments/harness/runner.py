@@ -92,7 +92,7 @@ def run(plan: RunPlan, say: Say) -> Outcome | None:
     if plan.ray:
         pools.needs_ray()
     journal = Journal(plan.folder, header)
-    cells = _cells(plan)
+    cells = _cells(plan.source, plan.settings, plan.seeds)
     todo = plan.ranks.meet({}, lambda _: _todo(plan, journal, cells, say))
     try:
         error = _measure(plan, TaskSpec(plan.source, journal), todo, say)
@@ -130,8 +130,8 @@ def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
         "seeds": plan.seeds,
         "cells": len(cells),
         "seconds": round(sum(entries[key(cell)].seconds for cell in cells), 2),
-        "machines": _distinct(h["machine"] for h in headers if "machine" in h),
-        "versions": _distinct(h["versions"] for h in headers if "versions" in h),
+        "machines": published_rows.distinct(h["machine"] for h in headers if "machine" in h),
+        "versions": published_rows.distinct(h["versions"] for h in headers if "versions" in h),
         "date": time.strftime("%Y-%m-%d"),
     }
     made = [(cell, entries[key(cell)]) for cell in cells]
@@ -139,12 +139,23 @@ def _concluded(plan: RunPlan, journal: Journal, cells: list[Cell]) -> Outcome:
     return _outcome(plan.source, ran, rows, published_rows.packed(ran, made))
 
 
-def recomputed(source: ExperimentSource, path: Path) -> Outcome:
-    """What a file of published rows says, by the code as it is now; nothing is measured."""
-    ran, rows = published_rows.unpacked(path)
-    if ran["experiment"] != source.name:
-        raise GradtraceError(f"{path} has rows of {ran['experiment']}, not of {source.name}")
-    return _outcome(source, ran, rows, atomic_files.content(path, published_rows.MOST))
+def recomputed(source: ExperimentSource, path: Path, *more: Path) -> Outcome:
+    """What files of published rows say, by the code as it is now; nothing is measured.
+
+    Rows of later files take the place of earlier ones.
+    """
+    runs = [published_rows.unpacked(each) for each in (path, *more)]
+    for each, run in zip((path, *more), runs):
+        if run.ran["experiment"] != source.name:
+            raise GradtraceError(
+                f"{each} has rows of {run.ran['experiment']}, not of {source.name}"
+            )
+    if not more:
+        kept = atomic_files.content(path, published_rows.MOST)
+        return _outcome(source, runs[0].ran, runs[0].rows, kept)
+    ran = runs[0].ran
+    one = published_rows.merged(runs, _cells(source, ran["settings"], ran["seeds"]))
+    return _outcome(source, one.ran, one.rows, published_rows.packed(one.ran, one.made))
 
 
 def _outcome(
@@ -159,11 +170,11 @@ def _outcome(
         return Outcome(made | results.lead(experiment, made), findings.plots, kept)
 
 
-def _cells(plan: RunPlan) -> list[Cell]:
+def _cells(source: ExperimentSource, settings: Mapping[str, Any], seeds: int) -> list[Cell]:
     """All cells, as JSON values."""
-    experiment, name = load(plan.source), plan.source.name
-    with plan.source.running():
-        cells = experiment.cells(plan.settings, plan.seeds)
+    experiment, name = load(source), source.name
+    with source.running():
+        cells = experiment.cells(settings, seeds)
     try:
         cells = [json.loads(key(cell)) for cell in cells]
     except (TypeError, ValueError) as error:
@@ -245,10 +256,6 @@ def _digests(settings: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(path, str) or not Path(path).is_file():
         return {}
     return {"text": sha256(atomic_files.content(path)).hexdigest()}
-
-
-def _distinct(found: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in dict.fromkeys(json.dumps(part) for part in found)]
 
 
 # Progress -----------------------------------------------------------------------------------------
