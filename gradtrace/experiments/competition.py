@@ -23,9 +23,12 @@ from the same samples.
 Seeds: one for each task and repetition, of weights, batches and samples; by default 10.
 
 Limits: Tasks are four (one where a text is given), so that nothing can be said of tasks in general:
-intervals of the tables draw networks, and only the verdict draws tasks. Traces are taken at six
-steps spread over the whole budget, and targets were mostly reached between the first and the
-second, so the mean is of networks that have learned already. The three components hand back
+intervals of the tables draw networks, and only the verdict draws tasks. Where there is one task it
+is that of its networks, and of no other task; so since its results were known, before which it was
+"cannot tell". In one task a score that only ranks kinds of component, whatever the network, may
+agree with cost by chance: "over seeds" in the tables says what is left without that. Traces are
+taken at six steps spread over the whole budget, and targets were mostly reached between the first
+and the second, so the mean is of networks that have learned already. The three components hand back
 gradient of different size from the start (1 : 1/2 : 1/4), which influence sees whatever the task
 is. No component was necessary: half of the costs are below 0.15 doublings. Even true ablation of
 the trained network goes only weakly with the cost of training without the component.

@@ -22,6 +22,8 @@ from gradtrace.experiments.rivals import (
     correlations,
     counted,
     differences,
+    drawn_of,
+    is_one_task,
     mean,
     numbers,
     stated,
@@ -149,10 +151,10 @@ def trials(rows: Sequence[Row]) -> list[Trial]:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The answer in a sentence: of tasks like these, not of these alone."""
+    """The answer in a sentence: of tasks like these, not of these alone; one task is all it is."""
     found = facts["over tasks"][RULES["greedy"]]
-    if facts["tasks"] < 2:
-        found = [found[0], None, None]  # one task cannot be drawn again
+    if facts["tasks"] == 1:
+        return _of_one_task(facts)
     scale = f"by rank, 0 is chance and 1 perfect: {with_interval(found)}"
     if facts["tasks"] < FEWEST:
         return (
@@ -166,20 +168,48 @@ def headline(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _answer(found: Mapping[str, Interval], tasks: float) -> str:
-    """What the rank correlations let one say, tasks drawn."""
+def _of_one_task(facts: Mapping[str, Any]) -> str:
+    """The answer for one task, by the networks that were trained on it."""
+    networks, norm = int(facts["networks"]), BASELINES[0]
+    ours, theirs = (with_interval(facts["over tasks"][n]) for n in (RULES["greedy"], norm))
+    if networks < FEWEST:
+        return (
+            f"{counted(networks)} too few to tell whether the component with more influence is the "
+            f"one that a network needs more (by rank, 0 is chance and 1 perfect: {ours})."
+        )
+    return (
+        f"On one task, the order of components by influence agrees to {ours} with the order in "
+        f"which a network needs them (0 is chance and 1 perfect; over {networks} networks), the "
+        f"order by the norm of their gradient, which needs no tracing, to {theirs}. One task "
+        "tells nothing of others."
+    )
+
+
+def _answer(found: Mapping[str, Interval], drawn: Sequence[Network]) -> str:
+    """What the rank correlations let one say, tasks drawn, or the networks of one task."""
+    tasks, one = len(drawn), is_one_task(drawn)
+    if tasks < FEWEST and one:
+        return f"{counted(tasks)} too few to tell whether influence predicts {WHAT}"
     if tasks < FEWEST:
         return f"{counted(tasks, 'task')} too few to tell whether influence predicts {WHAT}"
     rules = [
-        stated(f"influence by {rule}", found[name], int(tasks), "tasks")
+        stated(f"influence by {rule}", found[name], tasks, "networks" if one else "tasks")
         for rule, name in RULES.items()
     ]
-    return f"Does influence predict {WHAT}: {'; '.join(rules)}"
+    if not one:
+        return f"Does influence predict {WHAT}: {'; '.join(rules)}"
+    left = correlation(_turned(drawn), RULES["greedy"], "samples")
+    return (
+        f"In this one task, does influence predict {WHAT}: {'; '.join(rules)}. Within a kind of "
+        f"component, over seeds, greedy agrees to {left}: what is told is which kind is needed here"
+    )
 
 
 def _over_tasks(networks: Sequence[Network]) -> dict[str, Interval]:
-    """Correlations with the samples to the target, with intervals that draw tasks."""
-    drawn = by_group(networks)
+    """Correlations with the samples to the target, with intervals that draw tasks, if there are
+    several.
+    """
+    drawn = drawn_of(networks)
     return {name: correlation(drawn, name, "samples") for name in (*RULES.values(), *BASELINES[:2])}
 
 
@@ -191,9 +221,9 @@ def conclude(rows: Sequence[Row]) -> Findings:
         return Findings("Nothing was measured to the end, so nothing can be said.")
     lost = len(complete) - len(found)
     networks = [trial.network() for trial in found]
-    tasks, drawn = sorted({trial.task for trial in found}), by_group(networks)
+    tasks, drawn = sorted({trial.task for trial in found}), drawn_of(networks)
     return Findings(
-        f"{_introduction(found)} {_answer(_over_tasks(networks), len(tasks))}. {_chain(found)} "
+        f"{_introduction(found)} {_answer(_over_tasks(networks), drawn)}. {_chain(found)} "
         f"{ANEW}"
         + (f" {_number(lost, 'network')} with a loss that is not finite: left out." * bool(lost)),
         tables=(
@@ -246,7 +276,7 @@ def _facts(found: Sequence[Trial], networks: Sequence[Network]) -> dict[str, Any
             for name, each in _over_tasks(networks).items()
         },
         "verdicts": {
-            rule: task_verdict(by_group(networks), name, "samples") for rule, name in RULES.items()
+            rule: task_verdict(drawn_of(networks), name, "samples") for rule, name in RULES.items()
         },
         "shares add up": all(
             abs(sum(scores[name].values()) - 1) < 1e-9

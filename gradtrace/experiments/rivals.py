@@ -89,6 +89,17 @@ def by_group(networks: Networks) -> list[Network]:
     return [Network(group, 0, rivals) for group, rivals in sorted(found.items())]
 
 
+def drawn_of(networks: Networks) -> Networks:
+    """What was drawn: the tasks; of one task, which cannot be drawn again, its networks."""
+    tasks = by_group(networks)
+    return tasks if len(tasks) > 1 else networks
+
+
+def is_one_task(networks: Networks) -> bool:
+    """Whether all that can be said is of one task."""
+    return len({network.group for network in networks}) == 1
+
+
 def mean(values: Sequence[float]) -> Interval:
     """The mean over networks, with its interval."""
     array = np.asarray(values, dtype=np.float64)
@@ -273,7 +284,7 @@ def correlations(
 ) -> Table:
     """Every measure against every kind of cost; ``costs`` maps kinds to what they are called.
 
-    ``drawn``, if given, are the tasks: verdicts draw these, intervals the networks of them.
+    ``drawn``, if given, are those of ``drawn_of``: verdicts draw these, intervals the networks.
     """
     first = next(iter(costs))
     rows = []
@@ -289,19 +300,24 @@ def correlations(
         f"bootstrap over networks. The verdict is on {costs[first]}, and so is the share of rivals "
         "in which the highest score is the dearest to remove (by chance)."
     )
-    note += f" {TASKS_DRAWN}" * bool(drawn)
+    if drawn:
+        note += f" {ONE_TASK if is_one_task(drawn) else TASKS_DRAWN}"
     return Table(
         title, ("measure", *costs.values(), "verdict", "top is dearest"), tuple(rows), note
     )
 
 
 TASKS_DRAWN = "Intervals are of these tasks as they are; the verdict is on tasks like them."
+ONE_TASK = "Verdicts are on other networks of this one task; of other tasks nothing is said."
 
 
 def task_verdict(drawn: Networks, measure: str, cost: str) -> str:
-    """What the tasks let one say of others; ``drawn`` are those of ``by_group``."""
+    """What the tasks let one say of others, or the networks of one task; those of ``drawn_of``."""
     word = verdict(correlation(drawn, measure, cost), len(drawn))
-    return f"{word} task{'s' * (len(drawn) != 1)}" if word.startswith("cannot") else word
+    one = is_one_task(drawn)
+    if word.startswith("cannot"):
+        return f"{word} {'network' if one else 'task'}{'s' * (len(drawn) != 1)}"
+    return f"{word}, in this task" if one else word
 
 
 def differences(networks: Networks, cost: str, title: str, drawn: Networks = ()) -> Table:

@@ -203,10 +203,27 @@ def test_findings(rows: list[Row]) -> None:
     assert found == competition.conclude(rows[::-1])
     assert found.facts["networks"] == 2
     assert found.facts["shares add up"]
-    assert found.facts["verdicts"] == dict.fromkeys(RULES, "cannot tell from 1 task")
-    assert "1 task is too few" in found.sentence and "predicts it" not in found.sentence
+    assert found.facts["verdicts"] == dict.fromkeys(RULES, "cannot tell from 2 networks")
+    assert "2 networks are too few" in found.sentence and "predicts it" not in found.sentence
     for table in found.tables:
         assert all(len(row) == len(table.columns) for row in table.rows)
+
+
+def test_one_task_is_judged_by_its_networks(rows: list[Row]) -> None:
+    """Not drawn again, it is all that is spoken of; with two, tasks are drawn, and are too few."""
+    many = [
+        Row(row.cell | {"seed": row.cell["seed"] + 2 * k, "task": task}, row.result)
+        for row in rows
+        for k in range(4)
+        for task in ("copy", "other")
+    ]
+    one = competition.conclude([row for row in many if row.cell["task"] == "copy"])
+    said = competition.headline(one.facts)
+    assert said.startswith("On one task, ") and "8 networks" in said and "of others" in said
+    assert "In this one task" in one.sentence and "of this one task" in one.tables[0].note
+    two = competition.conclude(many)
+    assert "2 tasks are too few" in competition.headline(two.facts)
+    assert two.facts["verdicts"] == dict.fromkeys(RULES, "cannot tell from 2 tasks")
 
 
 def test_networks_that_are_not_complete_are_left_out(rows: list[Row]) -> None:
