@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ import gradtrace as gt
 from gradtrace.autodiff.pass_scope import KEEPER
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
 from gradtrace.errors import GradtraceError
+from gradtrace.pytorch.global_switches import load_compiler
+from gradtrace.pytorch.side_effects import restored
 
 
 @pytest.fixture(autouse=True)
@@ -368,6 +372,23 @@ def test_nothing_waits_for_the_collector(case: str, tmp_path: Path) -> None:
     assert storage.expired()
     gc.collect()
     assert [type(thing) for thing in gc.garbage if ours(thing)] == []
+
+
+def test_nothing_is_imported_while_frames_hold_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle made by the import of torch._dynamo holds all frames that wait for it."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with restored(net()) as undo:
+        assert not hasattr(type(undo).__torch_dispatch__, "__wrapped__")  # which would import it
+    threads: list[threading.Thread] = []
+    note = lambda name: threads.append(threading.current_thread())  # noqa: E731
+    monkeypatch.setattr("importlib.import_module", note)
+    load_compiler()
+    assert threads and threads[0] is not threading.current_thread()
+    monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
+    load_compiler()
+    with restored(net()) as undo:
+        assert hasattr(type(undo).__torch_dispatch__, "__wrapped__")
+    assert len(threads) == 1
 
 
 def test_functions_that_are_made_in_a_forward_pass() -> None:

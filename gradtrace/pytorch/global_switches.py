@@ -8,6 +8,7 @@ object here: the first context that is entered changes it, the last that is left
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -84,7 +85,22 @@ def eager() -> contextlib.AbstractContextManager[None]:
     """``EAGER`` if ``torch._dynamo`` is imported; importing it takes seconds, and without it
     nothing is compiled.
     """
-    return EAGER if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    return EAGER if compiler_loaded() else contextlib.nullcontext()
+
+
+def compiler_loaded() -> bool:
+    """Whether anything could be compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def load_compiler() -> None:
+    """Import ``torch._dynamo`` on a thread of its own: a reference cycle made by its import holds
+    the frames of all that wait for it, with their tensors.
+    """
+    if not compiler_loaded():
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+        thread.start()
+        thread.join()
 
 
 DISABLE_VARIABLE = "TORCH_COMPILE_DISABLE"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtrace.pytorch import internals
+from gradtrace.pytorch.global_switches import compiler_loaded
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.python_state import PythonState
 from gradtrace.pytorch.random_state import RandomState, cuda_devices
@@ -53,6 +54,15 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Memory that was allocated under the mode is not saved: nothing outside refers to it.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would be imported for that, in the middle of a forward pass; see ``new``
+
+    @classmethod
+    def new(cls) -> Undo:
+        """A new one, which the compiler leaves alone if it is loaded."""
+        return _UncompiledUndo() if compiler_loaded() else cls()
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,6 +116,16 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     internals.set_version(there, version)
         self._kept.clear()
         self._seen.clear()
+
+
+class _UncompiledUndo(Undo):
+    """An ``Undo`` whose code ``torch.compile`` does not trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    __torch_dispatch__ = Undo.__torch_dispatch__
 
 
 class _Active(threading.local):
@@ -204,7 +224,7 @@ def restored(model: nn.Module) -> Iterator[Undo]:
     Writes to tensors are undone if they happen under the dispatch mode that this yields, which
     ``users_code`` activates on this thread.
     """
-    notes, undo, outer = WriteLog(model), Undo(), (_ACTIVE.undo, _ACTIVE.state)
+    notes, undo, outer = WriteLog(model), Undo.new(), (_ACTIVE.undo, _ACTIVE.state)
     _ACTIVE.undo, _ACTIVE.state = undo, notes.state
     try:
         yield undo
@@ -223,7 +243,7 @@ class FunctionLog:
     """
 
     def __init__(self) -> None:
-        self.undo = Undo()
+        self.undo = Undo.new()
         self.state = PythonState()
         self._grads: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
 

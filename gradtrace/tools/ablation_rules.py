@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import labels
 from gradtrace.errors import GradtraceError
-from gradtrace.pytorch.global_switches import UNFUSED
+from gradtrace.pytorch.global_switches import UNFUSED, load_compiler
 from gradtrace.pytorch.module_calls import Forward, Listener
 from gradtrace.pytorch.nested import mapped, tensors_in
 from gradtrace.tools.batch_dims import BatchDim
@@ -174,6 +174,7 @@ def outline(rule: ModuleRule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tu
     changed. The second result maps the copies to their originals, to recognise inputs that are
     passed through: ``{id(copy): (copy, original)}``.
     """
+    load_compiler()  # a FakeTensorMode does
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {
         id(hooks): OrderedDict()  # hooks are not copied: they may refer to anything
