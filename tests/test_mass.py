@@ -315,6 +315,50 @@ def test_labels() -> None:
     assert table["a"].eligible == pytest.approx(total, rel=1e-12)
 
 
+class Experts(nn.Module):
+    """Two experts of two products each, their weights stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 2
+        self.up, self.down = (nn.Parameter(torch.randn(2, 2, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(x.expand(2, -1, -1), self.up).tanh(), self.down)
+
+
+class Mixture(nn.Module):
+    """Experts, and a gate that passes by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.stem, self.gate = Experts(), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return (self.mlp(x) * self.gate(x).T.unsqueeze(-1)).sum(0)
+
+
+def test_slices_of_a_component_with_leaves_of_its_own() -> None:
+    torch.manual_seed(2)
+    model = Mixture().double()
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 2, dtype=torch.float64)).square().sum()
+    trace = watch.trace(loss)
+    groups = {"first": ["expert:mlp expert 0"], "both": ["expert:mlp expert 0", "gate"]}
+    wanted, eligible = dict.fromkeys(groups, 0.0), 0.0
+    for path in trace.enumerate():
+        if not path.name.startswith("stem."):  # all others are the groups' own, or lead by them
+            continue
+        first = any(s.operator == "BmmBackward0" and s.index[0] == 0 for s in path.steps)
+        eligible += abs(path.weight)
+        wanted["first"] += abs(path.weight) * first
+        wanted["both"] += abs(path.weight) * (first or "gate" in path.modules)
+    table = trace.mass(groups)
+    assert {row.name: row.mass for row in table} == pytest.approx(wanted, rel=1e-9)
+    assert [row.eligible for row in table] == pytest.approx([eligible, eligible], rel=1e-9)
+
+
 # By hand -----------------------------------------------------------------------------------------
 
 

@@ -251,6 +251,9 @@ OPERATORS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         lambda x, y: parts(torch.complex(x, y) @ torch.complex(y, x).T),
         (tensor(2, 2), tensor(2, 2, seed=1)),
     ),
+    "angle of a number": (
+        lambda r, a: torch.polar(r.exp(), a).angle(), (tensor(), tensor(seed=1)),
+    ),
     "norm": (torch.linalg.norm, (tensor(4),)),
     "cosine similarity": (F.cosine_similarity, (tensor(2, 3), tensor(2, 3, seed=1))),
     "cross": (torch.linalg.cross, (tensor(2, 3), tensor(2, 3, seed=1))),

@@ -150,7 +150,8 @@ def _collect(program: Program, bits: ComponentBits, counted: int, found: Entries
     must, may = {program.root: 0}, {program.root: 0}
     for number, block in enumerate(program.blocks):
         whole, sliced = bits.block.get(number, 0), bits.slices.get(number)
-        kinds = [kind & ~whole & counted for kind in sliced[1]] if sliced else []
+        cut = counted | found.avoided  # what avoids a component must avoid its slices
+        kinds = [kind & ~whole & cut for kind in sliced[1]] if sliced else []
         every, some = reduce(and_, kinds or [0]), reduce(or_, kinds, 0)
         slices = (sliced[0], kinds) if sliced and some else None
         for value in block.takes.values() if whole | some else ():

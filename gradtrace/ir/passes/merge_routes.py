@@ -405,7 +405,7 @@ def _columns(
     units = torch.eye(each_in, dtype=torch.float64)
 
     def column(unit: Tensor) -> Tensor:
-        given = unit.reshape(*[1] * kept, *shape[kept:]).expand(shape)
+        given = unit.reshape([1] * kept + list(shape[kept:])).expand(shape)
         return _run(formula, {take: given}, value).reshape(batch, -1)
 
     try:
