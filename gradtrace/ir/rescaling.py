@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.program import Program
-from gradtrace.kernels import backend_of, fetch_scalars
+from gradtrace.kernels import backend_of
 from gradtrace.kernels.strides import is_dense, without_repetition
 from gradtrace.linops.indexing import nearby
 from gradtrace.semirings import Abs, Semiring, Value
@@ -74,6 +74,16 @@ class Scalar:
     powers: tuple[int, ...] = ()
 
 
+class UnreadScales(NamedTuple):
+    """Tensors of one element that are still on the device: the powers of two that values refer to
+    by number, and the largest elements of values, each of which has its ``limits``.
+    """
+
+    powers: Sequence[Tensor]
+    sizes: Sequence[Tensor]
+    limits: tuple[float, ...]
+
+
 class Rescaling:
     """Values with known exponents, rescaled as soon as they need it."""
 
@@ -128,18 +138,14 @@ class Rescaling:
         """What stands for the semiring's one in a value with these powers."""
         return like.new_full((), self.semiring.one[0])
 
-    def exponents(self) -> list[int]:
-        """The powers of two that values refer to by number."""
-        return []
-
-    def in_range(self, results: Sequence[float]) -> bool:
-        """Whether no value has left the range of its dtype on the way to these results."""
-        return True
+    def unread(self) -> UnreadScales:
+        """What tells the exponents of values, and whether all were in range."""
+        return UnreadScales([], [], ())
 
 
 class DeferredRescaling(Rescaling):
     """Values whose powers of two stay on the device, for semirings with values of one part that
-    are at least 0. Nothing is read before ``exponents`` and ``in_range``.
+    are at least 0. Nothing is read: see ``unread``.
     """
 
     def __init__(self, semiring: Semiring, often: int = 1) -> None:
@@ -147,7 +153,6 @@ class DeferredRescaling(Rescaling):
         self.steps = max(1, DEFERRED_STEPS // often)
         self.steps_alone = max(1, DEFERRED_STEPS_ALONE // often)
         self._powers: list[Tensor] = []
-        self._read: list[float] = []
         self._inverses: dict[tuple[int, ...], Tensor] = {}
         self._ones: dict[tuple[int, ...], Tensor] = {}
         self._summed, self._watched = _Norms(1.0), _Norms(inf)
@@ -238,25 +243,11 @@ class DeferredRescaling(Rescaling):
         self._summed.flush()
         self._watched.flush()
 
-    def exponents(self) -> list[int]:
-        """The powers of two that values refer to by number; reads them."""
-        return [frexp(power)[1] - 1 for power in self._read_powers()]
-
-    def in_range(self, results: Sequence[float]) -> bool:
-        """Whether these are finite, and all values on the way had largest elements that allow for
-        products and sums; reads these.
-        """
+    def unread(self) -> UnreadScales:
+        """What tells the exponents of values, and whether all were in range."""
         self.flush()
-        if not all(map(isfinite, results)) or not all(0 < x < inf for x in self._read_powers()):
-            return False
-        sizes = fetch_scalars([size.value for size, _ in self._sizes if size.value is not None])
-        limits = (most for _, most in self._sizes)
-        return all(not size or 1 / most <= size <= most for size, most in zip(sizes, limits))
-
-    def _read_powers(self) -> list[float]:
-        if len(self._read) < len(self._powers):
-            self._read = fetch_scalars(self._powers)
-        return self._read
+        sizes = [size.value for size, _ in self._sizes if size.value is not None]
+        return UnreadScales(self._powers, sizes, tuple(most for _, most in self._sizes))
 
 
 class _Norms:

@@ -35,6 +35,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return summed_products(split(a), repeated(b))
 
 
+@cuda_launch.as_one_call
 def split(a: Tensor) -> Tensor:
     """(i, m, 2k): the larger parts of every row, then the smaller ones."""
     i, m, k = a.shape

@@ -13,12 +13,13 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, ParamSpec, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 SOURCES = Path(__file__).with_name("cuda")
 MAX_DYNAMIC_SHARED_BYTES_ATTRIBUTE = 8
@@ -28,6 +29,7 @@ CUDA_ERROR_INVALID_CONTEXT = 201
 """Returned by the driver in a thread that has no current CUDA context yet."""
 
 Grid: TypeAlias = tuple[int, int, int]
+P = ParamSpec("P")
 _log = logging.getLogger("gradtrace")
 
 
@@ -45,6 +47,21 @@ THREADS, TALLY_THREADS = (256, 1, 1), (512, 1, 1)
 
 UNUSED_WORDS = (0,) * 512
 """Argument words of unused job slots."""
+
+
+def as_one_call(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """A function that launches kernels by address, so that modes which watch PyTorch's functions
+    see it as one of them.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if torch._C._is_torch_function_mode_enabled():
+            found: Tensor = handle_torch_function(call, (), *args, **kwargs)
+            return found
+        return function(*args, **kwargs)
+
+    return call
 
 
 def blocks(n: int) -> Grid:

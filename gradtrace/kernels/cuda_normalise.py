@@ -42,6 +42,7 @@ def normalise(
     return value, found
 
 
+@cuda_launch.as_one_call
 def sums(given: Sequence[Tensor], rank: int, layout: LineLayout) -> Tensor:
     """``Backend.normalised_sums``; ``given`` as in ``normalise``, without provenance ids."""
     lines, n, shape, _ = layout

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from math import inf, isnan, nan
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,7 +22,7 @@ from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries
 from gradtrace.ir.program import Program
-from gradtrace.ir.rescaling import Rescaling, rescaled
+from gradtrace.ir.rescaling import DeferredRescaling, Rescaling, rescaled
 from gradtrace.kernels import backend_of, fetch_scalars
 from gradtrace.kernels.precision import exact
 from gradtrace.linops import Contract, Scale
@@ -30,6 +31,7 @@ from gradtrace.paths.path_mass import (
     Ahead,
     BackwardMass,
     PathMass,
+    SumLayout,
     as_float,
     leading_to_leaves,
     leaf_tails,
@@ -275,12 +277,23 @@ def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSel
     entries, tails = plan.entries, leaf_tails(program, plan.entered)
 
     def measured(program: Program) -> list[PathMass]:
-        def run(rescaling: Rescaling) -> list[PathMass] | None:
+        def collect(rescaling: Rescaling) -> tuple[SumLayout, list[Tensor]]:
+            rescaling.semiring = lifted(semiring, program, tails)
             ahead = run_ahead(program, rescaling, plan.entered, plan.below, tails)
             backward = BackwardMass(program, rescaling, entries, plan.alive, tails, ahead)
-            return path_masses([backward.run(seed) for seed in _seeds(traced)], rescaling)
+            runs = [backward.run(seed) for seed in _seeds(traced)]
+            return SumLayout.of([group for run in runs for group in run], rescaling)
 
-        return rescaled(lifted(semiring, program, tails), program, run)
+        def run(rescaling: Rescaling) -> list[PathMass] | None:
+            if isinstance(rescaling, DeferredRescaling):  # which reads nothing
+                key, maps = (semiring.p, rescaling.steps, traced.pairs), program.maps
+                once = partial(collect, rescaling)
+                layout, tensors = facts.mass_tapes.run(key, program.seed, maps, once)
+            else:
+                layout, tensors = collect(rescaling)
+            return path_masses(layout.read(tensors))
+
+        return rescaled(semiring, program, run)
 
     precise = exact(*semiring.weigh(program.seed))  # here once, and not at every product
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY), precise:
@@ -338,7 +351,8 @@ def cancellation_of(traced: TracedProgram) -> float:
     def measured(program: Program) -> list[PathMass]:
         def run(rescaling: Rescaling) -> list[PathMass] | None:
             backward = BackwardMass(program, rescaling, Entries({}, {}), alive, tails, ahead)
-            return path_masses([backward.run(program.seed)], rescaling)
+            layout, tensors = SumLayout.of(backward.run(program.seed), rescaling)
+            return path_masses(layout.read(tensors))
 
         return rescaled(Abs(), program, run)
 

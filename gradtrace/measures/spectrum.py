@@ -26,7 +26,7 @@ from gradtrace.kernels import fetch_scalars
 from gradtrace.linops import column_sums, transposed
 from gradtrace.measures.mass import LOGARITHMS_FROM, checked_power
 from gradtrace.paths.masked_weights import finitely
-from gradtrace.paths.path_mass import as_float, exact_sums, leaf_tails
+from gradtrace.paths.path_mass import SumLayout, as_float, leaf_tails
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
 from gradtrace.tracing.moments import in_units
@@ -283,7 +283,8 @@ def _masses(grading: Grading, semiring: Semiring) -> dict[int, Fraction]:
         for graded in grading.run(rescaling, tails, at_tail).values():
             for grade, held in graded.items():
                 found.setdefault(grade, []).append(rescaling.total(held))
-        sums = exact_sums([found], rescaling)
+        layout, tensors = SumLayout.of([found], rescaling)
+        sums = layout.read(tensors)
         if sums is None:
             return None
         ((masses,), power) = sums

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import floor, inf, isfinite
+from math import floor, frexp, inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -440,50 +440,89 @@ class BackwardMass:
                 mine.pop(value, None)
 
 
-def path_masses(runs: Sequence[Collected], rescaling: Rescaling) -> list[PathMass] | None:
-    """The masses of these runs; None if values have left the range of floats. Reads from the device
-    a fixed number of times.
+class SumLayout(NamedTuple):
+    """Sums of scalars that are not yet read: for each group and key the exponent of each scalar and
+    the numbers of its further powers of two. ``limits``: those of the largest elements of values,
+    None if no value can have left its range; ``powers``: how many powers there are.
     """
-    groups: list[Mapping[Any, Sequence[Scalar]]] = [group for run in runs for group in run]
-    found = exact_sums(groups, rescaling)
+
+    groups: tuple[dict[Any, list[tuple[int, tuple[int, ...]]]], ...]
+    powers: int
+    limits: tuple[float, ...] | None
+    logarithms: bool
+
+    @classmethod
+    def of(
+        cls, groups: Iterable[Mapping[Any, Sequence[Scalar]]], rescaling: Rescaling
+    ) -> tuple[SumLayout, list[Tensor]]:
+        """The layout, and the numbers that it is of."""
+        rescaling.flush()
+        scales, groups = rescaling.unread(), list(groups)
+        scalars = [scalar for group in groups for some in group.values() for scalar in some]
+        numbers = [scalar.value for scalar in scalars if scalar.value is not None]
+        known = tuple(
+            {key: [(each.exponent, each.powers) for each in some] for key, some in group.items()}
+            for group in groups
+        )
+        limits = None if type(rescaling) is Rescaling else scales.limits
+        logarithms = isinstance(rescaling.semiring, LogAbs)
+        layout = cls(known, len(scales.powers), limits, logarithms)
+        return layout, [*numbers, *scales.powers, *scales.sizes]
+
+    def read(self, tensors: Sequence[Tensor]) -> tuple[list[dict[Any, int]], int] | None:
+        """The sums of each key, or of what the scalars are the base-2 logarithms of: exact, as
+        whole multiples of a power of two, and its exponent. None if values have left their range.
+        """
+        several = [some for group in self.groups for some in group.values()]
+        count = sum(map(len, several))
+        read = fetch_scalars(tensors)
+        numbers, powers = read[:count], read[count : count + self.powers]
+        sizes = read[count + self.powers :]
+        if self.limits is not None and not self._in_range(numbers, powers, sizes):
+            return None
+        parts = [0] * count
+        if self.logarithms:
+            parts = [floor(x) if isfinite(x) else 0 for x in numbers]
+            numbers = [2.0 ** (x - whole) for x, whole in zip(numbers, parts)]
+        if not all(map(isfinite, numbers)):
+            raise NonFinite(
+                "the mass of paths is not finite: a derivative is NaN or infinite; "
+                "trace.flow() tells where"
+            )
+        shifts, wholes = [frexp(power)[1] - 1 for power in powers], iter(zip(numbers, parts))
+        terms = [[_whole(*next(wholes), *each, shifts) for each in some] for some in several]
+        unit = min((power for some in terms for number, power in some if number), default=0)
+        sums = iter([sum(n << power - unit for n, power in some if n) for some in terms])
+        return [{key: next(sums) for key in group} for group in self.groups], unit
+
+    def _in_range(
+        self, numbers: Sequence[float], powers: Sequence[float], sizes: Sequence[float]
+    ) -> bool:
+        """Whether all are finite, and all values on the way had largest elements that allow for
+        products and sums.
+        """
+        if not all(map(isfinite, numbers)) or not all(0 < x < inf for x in powers):
+            return False
+        pairs = zip(sizes, self.limits or ())
+        return all(not size or 1 / most <= size <= most for size, most in pairs)
+
+
+def path_masses(
+    found: tuple[list[dict[Any, int]], int] | None,
+) -> list[PathMass] | None:
+    """The masses of runs, whose parts are in turn the groups of a layout that was read."""
     if found is None:
         return None
     sums, power = iter(found[0]), found[1]
-    return [PathMass(next(sums), next(sums), next(sums), power) for _ in runs]
+    return [PathMass(*three, power) for three in zip(sums, sums, sums)]
 
 
-def exact_sums(
-    groups: Sequence[Mapping[Any, Sequence[Scalar]]], rescaling: Rescaling
-) -> tuple[list[dict[Any, int]], int] | None:
-    """The sums of the scalars of each key, or of what they are the base-2 logarithms of: exact, as
-    whole multiples of a power of two, and its exponent. None if values have left their range.
-    """
-    several = [some for group in groups for some in group.values()]
-    rescaling.flush()
-    numbers = fetch_scalars([s.value for some in several for s in some if s.value is not None])
-    if not rescaling.in_range(numbers):
-        return None
-    if isinstance(rescaling.semiring, LogAbs):
-        parts = [floor(x) if isfinite(x) else 0 for x in numbers]
-        numbers = [2.0 ** (x - whole) for x, whole in zip(numbers, parts)]
-    else:
-        parts = [0] * len(numbers)
-    if not all(map(isfinite, numbers)):
-        raise NonFinite(
-            "the mass of paths is not finite: a derivative is NaN or infinite; "
-            "trace.flow() tells where"
-        )
-    powers, wholes = rescaling.exponents(), iter(zip(numbers, parts))
-    terms = [[_whole(*next(wholes), scalar, powers) for scalar in some] for some in several]
-    unit = min((power for some in terms for number, power in some if number), default=0)
-    sums = iter([sum(n << power - unit for n, power in some if n) for some in terms])
-    return [{key: next(sums) for key in group} for group in groups], unit
-
-
-def _whole(number: float, shift: int, scalar: Scalar, powers: Sequence[int]) -> tuple[int, int]:
+def _whole(
+    number: float, shift: int, exponent: int, numbers: tuple[int, ...], powers: Sequence[int]
+) -> tuple[int, int]:
     """A scalar of which the number has been read, as ``n · 2**power`` with a whole n."""
     above, below = number.as_integer_ratio()
-    power = shift + scalar.exponent + sum(powers[n] for n in scalar.powers)
+    power = shift + exponent + sum(powers[n] for n in numbers)
     return above, power + 1 - below.bit_length()
 
 

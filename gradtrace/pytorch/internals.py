@@ -59,9 +59,11 @@ NAMES = {
     "_foreach_mul": "mass: values of all layers rescaled at once",
     "_foreach_norm": "finding gradients that are not finite",
     "multiprocessing.reductions.StorageWeakRef": "following values through shared memory",
+    "_C._is_torch_function_mode_enabled": "mass on a GPU: passes that are made again",
     "overrides.TorchFunctionMode": "recording forward passes",
     "overrides._get_current_function_mode": "tracing without recording the trace",
     "overrides._pop_mode_temporarily": "tracing without recording the trace",
+    "overrides.handle_torch_function": "mass on a GPU: passes that are made again",
     "utils._python_dispatch.TorchDispatchMode": "recording formulas",
     "utils._python_dispatch._disable_current_modes": "recording formulas",
 }

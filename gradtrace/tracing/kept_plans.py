@@ -36,6 +36,7 @@ from gradtrace.ir.passes.uniform_leaves import uniform_leaves
 from gradtrace.ir.plan import Plan, Storage
 from gradtrace.ir.program import Program, ProgramFacts
 from gradtrace.ir.structure import Structure, difference, structure_of
+from gradtrace.ir.tape import Tapes
 from gradtrace.kernels import tuning
 from gradtrace.kernels.path_table import PathTable
 from gradtrace.paths.path_mass import MassPlan, plan_mass
@@ -81,6 +82,7 @@ class ComponentFacts:
         self._alternatives: list[bool | None] | None = None
         self._tallies: dict[int, UniformTally | None] = {}  # by id of the plan, which is kept
         self._mass_plan: MassPlan | None = None
+        self.mass_tapes = Tapes()
         self._owners: dict[int, int] | None = None
 
     def plan(self, program: Program, rule: str, storage: Storage) -> Plan:

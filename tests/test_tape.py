@@ -1,0 +1,207 @@
+"""Passes whose calls are made again for the next loss (``gradtrace.ir.tape``)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from backends import imitate_gpu
+from thorough import some
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gradtrace as gt
+from gradtrace.ir.tape import Tape, Tapes
+from gradtrace.measures.mass import Mass
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_gpu(monkeypatch)
+
+
+class Attention(nn.Module):
+    """Two layers with attention, norms, a table of words and slices; tied, or not."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.out = nn.Linear(8, 11, bias=False)
+        if tied:
+            self.out.weight = self.embed.weight
+        self.factor = 0.5
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x) * self.factor + torch.cat([x[:, 2:], x[:, :2]], 1)
+        return self.out(x)
+
+
+def taped(model: nn.Module, ids: Tensor, **how: Any) -> tuple[Mass, list[Tape | None]]:
+    """The mass of a loss, and the tapes that are kept for its structure then."""
+    with gt.watch(model) as watch:
+        loss = F.cross_entropy(model(ids).transpose(1, 2), ids)
+    trace = watch.trace(loss)
+    found = trace.mass(**how)
+    kept = [slot.tape for facts in trace.kept._facts.values() for slot in
+            facts.mass_tapes.kept.values()]  # fmt: skip
+    return found, kept
+
+
+def untaped(model: nn.Module, ids: Tensor, **how: Any) -> Mass:
+    gt.plans().clear()
+    return taped(model, ids, **how)[0]
+
+
+def same_table(a: Mass, b: Mass) -> bool:
+    return a.shares == b.shares and a.total == b.total
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0])
+def test_calls_are_made_again_for_other_tensors(gpu: None, p: float) -> None:
+    """The third loss of a structure makes the calls of the second; tables are those of a fresh
+    pass to the bit.
+    """
+    torch.manual_seed(0)
+    model = Attention().double()
+    runs: list[tuple[dict[str, Tensor], Tensor, Mass]] = []
+    gt.plans().clear()
+    seen = []
+    for _ in range(4):
+        ids = torch.randint(0, 11, (2, 6))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.1 * torch.randn_like(weight))
+        table, kept = taped(model, ids, p=p)
+        state = {name: x.clone() for name, x in model.state_dict().items()}
+        runs.append((state, ids, table))
+        seen.append(kept[0])
+    assert seen[0] is None and seen[1] is not None and seen[1] is seen[2] is seen[3]
+    assert len({table.total for *_, table in runs}) == 4
+    for state, ids, table in runs:
+        model.load_state_dict(state)
+        assert same_table(untaped(model, ids, p=p), table)
+
+
+def test_a_tape_is_of_equal_maps_only(gpu: None) -> None:
+    """Numbers, ties and strides that differ: the table is right, whatever the tape was of."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 11, (2, 6))
+    model = Attention()
+    for _ in range(3):
+        taped(model, ids)
+    model.factor = 0.75
+    changed = taped(model, ids)[0]
+    assert same_table(changed, untaped(model, ids))
+    for _ in range(3):
+        taped(model, ids)
+    model.out.weight = nn.Parameter(model.out.weight.detach().T.contiguous().T)
+    turned = taped(model, ids)[0]
+    assert same_table(turned, untaped(model, ids))
+    factors = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    gt.plans().clear()
+    for factor in factors:  # another number each time: no tape is recorded again and again
+        model.factor = factor
+        kept = taped(model, ids)[1]
+    fourth = kept[0]
+    model.factor = 7.0
+    assert taped(model, ids)[1][0] is fourth
+
+
+def test_one_tensor_twice_is_not_two_tensors(gpu: None) -> None:
+    """Maps of equal shapes whose weights were one tensor when the calls were noted."""
+    x, w = torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    leaf = torch.rand(3, dtype=torch.float64, requires_grad=True)
+
+    def mass(first: Tensor, second: Tensor) -> Mass:
+        return gt.trace((leaf * first * second).sum(), names={"x": leaf}).mass("operators")
+
+    gt.plans().clear()
+    for _ in range(3):
+        mass(w, w)
+    found = mass(w, x)
+    gt.plans().clear()
+    assert same_table(found, mass(w, x))
+
+
+def test_a_tape_holds_no_tensor(gpu: None) -> None:
+    torch.manual_seed(0)
+    model, ids = Attention(), torch.randint(0, 11, (2, 6))
+    gt.plans().clear()
+    for _ in range(3):
+        _, kept = taped(model, ids)
+    (tape,) = kept
+    assert tape is not None
+    held = [each for call in tape.calls for each in (*call.args, *call.kwargs.values())]
+    assert not any(isinstance(each, Tensor) for each in held)
+    weight = ref(model.out.weight)
+    del model
+    assert weight() is None
+
+
+def test_what_reads_elements_is_not_noted() -> None:
+    """A pass that depends on elements, or on tensors from elsewhere, runs as it is."""
+    elsewhere = torch.ones(2)
+    passes: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x * 2 if x[0] > 1 else x * 3,
+        lambda x: x * x.sum().item(),
+        lambda x: x[x > 1],
+        lambda x: x[x.nonzero()[:, 0]],
+        lambda x: x * elsewhere,
+        lambda x: x * x.unique().numel(),
+    ]
+    for run in passes:
+        tapes = Tapes()
+        for numbers in ([1.0, 2.0], [2.0, 1.0], [3.0, 3.0], [0.0, 0.0]):
+            seed = torch.tensor(numbers)
+            elsewhere = elsewhere + 1
+            _, (found,) = tapes.run("", seed, [], lambda: (None, [run(seed)]))  # noqa: B023
+            assert torch.equal(found, run(seed))
+        assert tapes.kept[""].tape is None
+
+
+def test_calls_without_use_are_left_out() -> None:
+    def run(x: Tensor) -> Tensor:
+        x.exp().sin()
+        out = x.new_zeros(4)
+        out.narrow(0, 1, 2).copy_(x.reshape(1, 2).reshape(2, 1).reshape(2))
+        return torch.cat([out, *x.split(1)])
+
+    tapes = Tapes()
+    for numbers in ([1.0, 2.0], [2.0, 1.0], [3.0, 4.0]):
+        seed = torch.tensor(numbers)
+        _, (found,) = tapes.run("", seed, [], lambda: (None, [run(seed)]))  # noqa: B023
+        assert torch.equal(found, run(seed))
+    tape = tapes.kept[""].tape
+    assert tape is not None
+    names = [call.function.__name__ for call in tape.calls]
+    assert names == ["new_zeros", "narrow", "reshape", "copy_", "split", "cat"]
+
+
+@pytest.mark.parametrize("name", some(ARCHITECTURES, 6))
+def test_architectures(name: str, gpu: None) -> None:
+    """The fourth loss of a model in training: as if it were the first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, loss_of = ARCHITECTURES[name]()
+        gt.plans().clear()
+        for _ in range(4):
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.mul_(1.125)
+            torch.manual_seed(0)
+            with gt.watch(model) as watch:
+                loss = loss_of(model)
+            trace = watch.trace(loss)
+            found = trace.mass()
+        gt.plans().clear()
+        assert same_table(watch.trace(loss).mass(), found)
