@@ -330,10 +330,9 @@ Layout = TypeVar("Layout")
 
 @dataclass
 class _Slot(Generic[Layout]):
-    """A tape with what is known of its results without reading them."""
+    """A tape, and what is known of its results without reading them."""
 
-    tape: Tape | None = None
-    layout: Layout | None = None
+    noted: tuple[Tape, Layout] | None = None
     runs: int = 0
     misses: int = 0
 
@@ -360,10 +359,11 @@ class Tapes:
                 self.kept.clear()
             slot = self.kept.setdefault(key, _Slot())
             slot.runs += 1
-            tape, layout, first = slot.tape, slot.layout, slot.runs == 1
+            noted, first = slot.noted, slot.runs == 1
         if slot.misses > MAX_MISSES or first:
             return compute()
-        if tape is not None:
+        if noted is not None:
+            tape, layout = noted
             tensors = tape.matched(seed, maps)
             if tensors is not None:
                 slot.misses = 0
@@ -389,5 +389,5 @@ class Tapes:
             return compute()
         tape = Tape(given, recorder.calls, results, recorder.size)
         with self._lock:
-            slot.tape, slot.layout = tape, layout
+            slot.noted = tape, layout
         return layout, tensors
