@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -41,6 +42,12 @@ class Ended(NamedTuple):
 
     codes: list[int]
     folder: Path
+
+    def check(self) -> None:
+        """Every process ended well; else the code and last lines of each that did not."""
+        wrong = {n: code for n, code in enumerate(self.codes) if code}
+        ends = [f"rank {n}, code {code}:\n{self.printed[n][-2000:]}" for n, code in wrong.items()]
+        assert not wrong, "\n".join(ends)
 
     @property
     def printed(self) -> list[str]:
@@ -92,6 +99,13 @@ def copied(module: Any, names: str, rank: int, world: int, port: int, folder: Pa
     sys.exit(0)
 
 
+def use_loopback() -> None:
+    """Have gloo listen there, whatever this machine's name resolves to, if it does at all."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    for name in names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
 def main(module: str, groups: list[Any]) -> list[list[int]]:
     found = importlib.import_module(module)
     found.warm()
@@ -110,4 +124,5 @@ def run() -> None:
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
     warnings.simplefilter("ignore", DeprecationWarning)
     torch.set_num_threads(1)
+    use_loopback()
     print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -416,12 +416,14 @@ def threads(count: int, many: int, models: list[str]) -> int:
     return failed
 
 
+RANK_TESTS = [HERE / f"test_{name}.py" for name in ("monitor_ranks", "process_group")]
+
+
 def ranks(count: int) -> int:
     """Tests of processes that measure together or do not go in step, again and again."""
     failed = 0
     for n in range(count):
-        files = [str(HERE / f"test_{name}.py") for name in ("uneven", "group")]
-        command = [sys.executable, "-m", "pytest", "-q", *files]
+        command = [sys.executable, "-m", "pytest", "-q", *map(str, RANK_TESTS)]
         code = subprocess.run([*command, "-p", "no:cacheprovider"], check=False).returncode
         print(f"round {n + 1} of {count}: {'passed' if code == 0 else 'FAILED'}", flush=True)
         failed += code != 0

@@ -7,6 +7,7 @@ looked at one by one.
 from __future__ import annotations
 
 import json
+import socket
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import gradtrace as gt
-from gradtrace.distributed import batches
+from gradtrace.distributed import batches, process_group
 from gradtrace.distributed.batches import BatchEntry
 from gradtrace.distributed.checkpoint import CheckpointFiles, PartialResult, pooled
 from gradtrace.distributed.identity import identity
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.io import container
 from gradtrace.tracing.influence import Influence
 
@@ -58,13 +59,13 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 @pytest.fixture(scope="module")
 def two(groups: dict[str, Ended]) -> Ended:
-    assert groups["two"].codes == [0, 0], groups["two"].printed
+    groups["two"].check()
     return groups["two"]
 
 
 @pytest.fixture(scope="module")
 def four(groups: dict[str, Ended]) -> Ended:
-    assert groups["four"].codes == [0, 0, 0, 0], groups["four"].printed
+    groups["four"].check()
     return groups["four"]
 
 
@@ -364,7 +365,7 @@ def scripted(folder: Path) -> Path:
 
 def test_the_command_measures_on_two_ranks(groups: dict[str, Ended]) -> None:
     ended = groups["measures"]
-    assert ended.codes == [0, 0], ended.printed
+    ended.check()
     assert ended.out(1) == ""
     found = json.loads(ended.out(0))
     assert found["pairs"] == ranks.SIZE
@@ -380,3 +381,24 @@ def test_the_command_fails_on_all_ranks_with_one(groups: dict[str, Ended]) -> No
     assert "gradtrace: rank 1: ValueError: no such word" in ended.err(0)
     assert "train.py, line 9: ValueError: no such word" in ended.err(1)
     assert ended.out(0) == ended.out(1) == ""
+
+
+def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unresolved(*_: object) -> None:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    def in_vain(*_: object, **__: object) -> None:
+        raise RuntimeError("timed out")
+
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node7"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    monkeypatch.setattr(torch.distributed, "init_process_group", in_vain)
+    advice = r"host 'node7' has no address here \(Temporary.*torchrun --standalone --local-addr"
+    with (
+        pytest.warns(UserWarning, match=advice),
+        pytest.raises(RankFailed, match=advice),
+        process_group.launched(),
+    ):
+        pass

@@ -32,3 +32,7 @@ def test_gauges_of_a_monitored_run(tmp_path: Path, name: str) -> None:
 
 def test_threads() -> None:
     assert soak.threads(2, 3, ["mlp"]) == 0
+
+
+def test_the_tests_of_ranks_are_there() -> None:
+    assert all(path.exists() for path in soak.RANK_TESTS)

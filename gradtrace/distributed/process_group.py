@@ -8,6 +8,7 @@ reaches the others while they are working.
 from __future__ import annotations
 
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch
 
 from gradtrace.distributed import tuning
 from gradtrace.distributed.rank_exchange import Message, RankExchange
-from gradtrace.errors import GradtraceError, RankFailed
+from gradtrace.errors import GradtraceError, RankFailed, caution
 
 
 def chosen(group: Any) -> Any:
@@ -61,14 +62,30 @@ def launched() -> Iterator[int]:
         raise GradtraceError("this torch was built without torch.distributed: run in one process")
     import torch.distributed as dist
 
+    unknown = _unknown_host(os.environ["MASTER_ADDR"])
+    if unknown:
+        caution(unknown)
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=tuning.START_SECONDS))
     except (RuntimeError, ValueError) as error:
-        raise RankFailed("another rank ended, or never started") from error
+        raise RankFailed(unknown or "another rank ended, or never started") from error
     try:
         yield dist.get_rank()
     finally:
         dist.destroy_process_group()
+
+
+def _unknown_host(name: str) -> str:
+    """What to do about a host whose name does not resolve here; empty where it does."""
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        return (
+            f"rank 0 cannot be reached: its host {name!r} has no address here ({error.strerror}). "
+            "On one machine start with torchrun --standalone --local-addr=127.0.0.1; on several, "
+            "pass an address that all can reach as --rdzv-endpoint and as --local-addr"
+        )
+    return ""
 
 
 @contextmanager
