@@ -16,7 +16,7 @@ import gradtrace
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.kernels import tuning
 from gradtrace.linops import Contract
-from gradtrace.recording import record
+from gradtrace.recording import gradients
 from gradtrace.trace import Trace
 from gradtrace.tracing.traced_value import PendingContribution
 
@@ -78,7 +78,7 @@ def test_tables_are_the_same(
     tied: bool, deferred: bool, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if deferred:  # then gradients lie as products give them, and not as weights do
-        monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", 1)
+        monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", 1)
     trace = traced(tied, dtype)
     assert any(isinstance(leaf.given, LazyGradient) for leaf in trace.program.leaves) is deferred
     whole = trace.influence()

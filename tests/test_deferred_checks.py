@@ -21,7 +21,7 @@ from gradtrace.errors import GradtraceError, NonFinite
 from gradtrace.ir import interpreter, nonfinite
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks, fetch_scalars
-from gradtrace.recording import aten_rules, dispatch, record
+from gradtrace.recording import aten_rules, dispatch, gradients
 from gradtrace.semirings import MAX
 
 X = torch.tensor([1.0, 2.0, 3.0])
@@ -130,7 +130,7 @@ def test_recording_waits_once_or_twice(
     name: str, large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For whether gradients are finite, at the very end."""
-    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", large)
     # else nothing is deferred on a GPU
     monkeypatch.setattr(session, "kept_gradient_bytes", lambda *_: 0)
     model, loss_of = MODELS[name]()
@@ -259,7 +259,7 @@ def test_one_look_at_all_gradients(bad: float, unwaiting: None) -> None:
 def test_gradients_that_are_not_finite_are_refused(
     large: int, unwaiting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", large)
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", large)
     # else nothing is deferred on a GPU
     monkeypatch.setattr(session, "kept_gradient_bytes", lambda *_: 0)
     model = nn.Linear(3, 3)

@@ -23,7 +23,7 @@ from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.plan import Storage
 from gradtrace.measures.agreement import PATH_RULES
 from gradtrace.paths.paths import path_provenance
-from gradtrace.recording import record
+from gradtrace.recording import gradients
 from gradtrace.trace import Trace
 from gradtrace.tracing.traced_value import materialise
 
@@ -515,7 +515,7 @@ class Tied(nn.Module):
 def test_few_rows_of_a_large_table(seed: int, lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """``lazy``: the gradient of the table is not known; only the rows that occur are compared."""
     if lazy:
-        monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", 1)
+        monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", 1)
     torch.manual_seed(seed)
     model, tokens = Tied().double(), torch.randint(0, 9, (30,))
     weight = torch.randn(400, 30, dtype=torch.float64)

@@ -15,8 +15,8 @@ from gradtrace import session
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.ir.program import MapTable
-from gradtrace.recording import record
-from gradtrace.recording.gradient_cache import GradientCache
+from gradtrace.recording import gradients
+from gradtrace.recording.gradients import GradientCache
 from gradtrace.trace import Trace
 from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.traced_value import TracedValue
@@ -24,7 +24,7 @@ from gradtrace.tracing.traced_value import TracedValue
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", 1)
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", 1)
     torch.manual_seed(0)
     yield
 
@@ -148,7 +148,7 @@ def test_nothing_depends_on_it(case: str, rule: str, monkeypatch: pytest.MonkeyP
     model, loss_of = CASES[case]()
     later = traced(model, loss_of, rule)
     few = later.paths(sample=20)
-    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", 1 << 40)
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", 1 << 40)
     at_once = traced(model, loss_of, rule)
     assert not put_off(at_once)
     for ours, theirs in zip(later.influence().rows, at_once.influence().rows, strict=True):

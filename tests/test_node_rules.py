@@ -25,7 +25,7 @@ from gradtrace.autodiff.nodes import is_number
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir import interpreter
 from gradtrace.ir.cost import block_edges
-from gradtrace.recording import record
+from gradtrace.recording import gradients, node_rules, record
 from gradtrace.recording.formula import FormulaRecorder
 from gradtrace.recording.node_rules import _CALLS, MULTI_OUTPUT_RULES, NODES, summed
 from gradtrace.semirings import COUNT, MAX
@@ -372,7 +372,7 @@ def test_every_row_has_a_case() -> None:
 @pytest.fixture(params=[1, 1 << 40], ids=["later", "at once"], autouse=True)
 def _large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the gradients of all leaves put off, and of none."""
-    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", request.param)
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -393,8 +393,8 @@ def test_a_row_gives_what_its_formula_gives(
     wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
     short = gradtrace.program(loss)
     assert followed(loss, monkeypatch) <= GIVEN_UP.get((name, n), set())
-    monkeypatch.setattr(record, "NODES", {})
-    monkeypatch.setattr(record, "MULTI_OUTPUT_RULES", {})
+    monkeypatch.setattr(node_rules, "NODES", {})
+    monkeypatch.setattr(node_rules, "MULTI_OUTPUT_RULES", {})
     watched = gradtrace.program(loss)
     assert_agree(interpreter.run(short, gradtrace.SUM), leaves, wanted)
     assert_agree({leaf.tensor: leaf.compute() for leaf in short.leaves}, leaves, wanted)
@@ -457,8 +457,8 @@ def test_cotangents_may_lie_in_memory_as_they_like(
             for leaf in record.record(out, cotangent, NameTable(), watch).leaves
         }
     ]
-    monkeypatch.setattr(record, "NODES", {})
-    monkeypatch.setattr(record, "MULTI_OUTPUT_RULES", {})
+    monkeypatch.setattr(node_rules, "NODES", {})
+    monkeypatch.setattr(node_rules, "MULTI_OUTPUT_RULES", {})
     program = record.record(out, cotangent, NameTable(), watch)
     found.append({leaf.tensor: leaf.compute() for leaf in program.leaves})
     assert_agree(found[0], leaves, wanted)
@@ -535,7 +535,7 @@ def test_rows_with_infinite_cotangents(
     out = f(*leaves)
     loss = (out.reshape(-1) * torch.tensor([bad] + [1.0] * (out.numel() - 1))).sum()
     short = gradtrace.program(loss)
-    monkeypatch.setattr(record, "NODES", {})
+    monkeypatch.setattr(node_rules, "NODES", {})
     watched = gradtrace.program(loss)
     for one, other in zip(short.leaves, watched.leaves, strict=True):
         torch.testing.assert_close(one.compute(), other.compute(), rtol=0, atol=0, equal_nan=True)

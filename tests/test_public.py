@@ -96,6 +96,7 @@ INTERNALS = {
 
 TOLERATED = {
     "pytorch/module_calls": {"_backward_hooks"},
+    "recording/gradients": {"_backward_hooks", "_sequence_nr"},
     "recording/record": {"_backward_hooks", "_sequence_nr"},
     "recording/replay": {"_backward_hooks"},
     "autodiff/graph_shape": {"_sequence_nr", "next_functions"},

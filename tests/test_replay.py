@@ -24,11 +24,11 @@ import gradtrace as gt
 from gradtrace.autodiff import hooks
 from gradtrace.autodiff.pass_scope import collector_off, own_work_runs
 from gradtrace.errors import FreedGraph, GradtraceError, NonFinite
-from gradtrace.ir.kept_recordings import RECORDINGS, RecordingCache
 from gradtrace.ir.program import Program
 from gradtrace.ir.structure import structure_of
 from gradtrace.linops import Map
-from gradtrace.recording import record, replay
+from gradtrace.recording import gradients, node_rules, replay
+from gradtrace.recording.kept_recordings import RECORDINGS, RecordingCache
 from gradtrace.trace import Trace
 
 
@@ -239,7 +239,7 @@ class Allowing:
 
 @pytest.mark.parametrize("least", [1, 30, 1 << 40])
 def test_deferred_gradients(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "DEFER_MIN_ELEMENTS", least)
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", least)
     model = Small()
     model.out.weight = nn.Parameter(model.mix.weight[:5].detach().clone())
     for _ in range(2):
@@ -570,7 +570,7 @@ def test_results_are_compared_by_position(first: str, monkeypatch: pytest.Monkey
     """A rule that follows other arguments than before, though all need gradients."""
     x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
     given = {"both": (0, 1), "left": (0,), "right": (1,)}
-    now, usual = first, record.NODES["MulBackward0"]
+    now, usual = first, node_rules.NODES["MulBackward0"]
 
     def rule(*args: Any) -> Any:
         found = usual(*args)
@@ -578,7 +578,7 @@ def test_results_are_compared_by_position(first: str, monkeypatch: pytest.Monkey
             None if found is None else [f if n in given[now] else None for n, f in enumerate(found)]
         )
 
-    monkeypatch.setitem(record.NODES, "MulBackward0", rule)
+    monkeypatch.setitem(node_rules.NODES, "MulBackward0", rule)
     gt.trace((x * y).sum())
     assert gt.trace((x * y).sum()).program.recorded == ""
     for now in given.keys() - {first}:

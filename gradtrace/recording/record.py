@@ -8,10 +8,11 @@ formulas of other nodes run under a dispatch mode that records their ATen operat
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from math import prod
-from typing import Any, NamedTuple
+from functools import cached_property
+from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,173 +26,28 @@ from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
-from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, Program, Step
+from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, MapTable, Program, Step
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.linops import Map
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.dtensor import LocalParts
 from gradtrace.pytorch.plain_tensors import plain
-from gradtrace.recording import placeholders
-from gradtrace.recording.aten_rules import BatchedWeights, real_dtype, shape_of
+from gradtrace.recording import node_rules
+from gradtrace.recording.aten_rules import real_dtype, shape_of
 from gradtrace.recording.devices import on_one_device
 from gradtrace.recording.dispatch import DispatchRecorder
 from gradtrace.recording.formula import FormulaRecorder, Given
-from gradtrace.recording.gradient_cache import GradientCache
-from gradtrace.recording.node_rules import (
-    MULTI_OUTPUT_RULES,
-    NODES,
-    Chain,
-    Edge,
-    NodeRule,
-    same,
-    summed,
+from gradtrace.recording.gradients import (
+    DeferredGradients,
+    GradientCache,
+    GradientProducts,
+    conformed,
 )
+from gradtrace.recording.node_rules import Chain, Edge, NodeRule, same
 
 DENSE_MAX_ENTRIES = 1 << 24
 """Operators without a structured rule are stored as dense matrices of at most this many entries."""
-
-DEFER_MIN_ELEMENTS = 1 << 16
-"""Only gradients of leaves with at least this many elements are computed lazily."""
-
-
-class GradientProducts:
-    """Computes the matrix products of the backward pass, or avoids them.
-
-    A product that is the gradient of a large leaf is deferred, if the tensors held for it have no
-    more elements than the leaf. In a ``bare`` program products are never computed: placeholders of
-    the same shape are returned.
-
-    On a GPU products are computed at once while the gradient cache has memory for them: the GPU is
-    idle during recording, and deferring would move the work to where Python waits for it.
-    """
-
-    def __init__(self, clear_since: int, bare: bool, cache: GradientCache) -> None:
-        self.clear_since = clear_since
-        self.cache = cache
-        self.bare = bare
-        self.defers = not bare  # whether gradients of large leaves may be computed later
-        self.deferred_outputs: dict[int, Tensor] = {}  # placeholders of deferred results, by id
-        self.decisions: list[bool] = []  # whether each gradient that could be was deferred
-        self.held: dict[int, int] = {}  # elements held for each leaf, by id
-        self.ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.batched_weights = BatchedWeights()
-        self.changes_device = False  # whether the graph is over several devices
-
-    def __call__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        edge: Edge,
-        via_transpose: bool = False,
-        grad: Tensor | None = None,
-    ) -> Tensor:
-        """``a @ b``, the cotangent that is passed along ``edge``; see ``Product``."""
-        if self.bare:
-            return placeholders.product(a, b)
-        matrices = a.dim() == 2
-        if grad is not None:
-            rows = a.shape[0] if matrices else prod(a.shape[:-1])
-            if rows * b.shape[-1] >= DEFER_MIN_ELEMENTS:
-                out = self.defer(edge, (*a.shape[:-1], b.shape[-1]), grad)
-                if out is not None:
-                    return out
-        multiply = torch.mm if matrices else torch.bmm  # matmul has more overhead
-        return multiply(b.mT, a.mT).mT if via_transpose else multiply(a, b)
-
-    def defer(self, edge: Edge, shape: Sequence[int], grad: Tensor) -> Tensor | None:
-        """A placeholder for the gradient of a leaf if that is deferred, else None."""
-        size = prod(shape)
-        if not self.defers or size < DEFER_MIN_ELEMENTS or (leaf := self._leaf(edge[0])) is None:
-            return None
-        if not self._defers(leaf, size, grad):
-            return None
-        out = grad.new_zeros(()).expand(tuple(shape))
-        self.deferred_outputs[id(out)] = out
-        return out
-
-    def _defers(self, leaf: Tensor, size: int, grad: Tensor) -> bool:
-        """Whether the gradient of a leaf of this size, computed from ``grad``, is deferred."""
-        held = self.held.get(id(leaf), 0) + grad.numel()
-        spent = backend_of(grad).synchronises and self.cache.spend(size * grad.itemsize)
-        defers = not spent and held <= size
-        if defers:
-            self.held[id(leaf)] = held
-        self.decisions.append(defers)
-        return defers
-
-    def one(self, like: Tensor) -> Tensor:
-        """A 0-d tensor 1 of the dtype and on the device of ``like``; cached."""
-        kind = like.dtype, like.device
-        found = self.ones.get(kind)
-        if found is None:
-            found = self.ones[kind] = torch.ones((), dtype=kind[0], device=kind[1])
-        return found
-
-    def _leaf(self, node: Node | None) -> Tensor | None:
-        """The leaf whose gradient is the cotangent of this node, directly or through one view.
-
-        None if there is no such leaf, or if hooks might read the gradient.
-        """
-        if node is not None and type(node) is not ACCUMULATE:
-            if not nodes.reaches_leaf(node) or node._sequence_nr() < self.clear_since:
-                return None
-            node = nodes.edges_of(node)[0][0]
-        if node is None or node.variable._backward_hooks:
-            return None
-        leaf: Tensor = node.variable
-        return leaf
-
-
-class DeferredGradients(dict[int, LazyGradient]):
-    """Gradients that are computed later, by value number."""
-
-    def follow(self, value: int, grad: Tensor, chain: Chain, number: int, starts: bool) -> bool:
-        """Defer the value ``number``, made by a chain of maps of ``value`` (with the gradient
-        ``grad``), if that is deferred or ``starts`` is set. True if its parts begin here.
-        """
-        if value in self:
-            self[number] = self[value].mapped(chain)
-            return False
-        if starts:
-            self[number] = LazyGradient([LazyPart(tuple(chain), grad)])
-        return starts
-
-    def add(self, there: tuple[Tensor, int], here: tuple[Tensor, int], total: int) -> Tensor:
-        """``there + here``; if a summand is deferred so is the sum, and its placeholder returned.
-        A summand is a gradient and its value number; ``total`` is that of the sum.
-        """
-        lazy = [self.get(number) for _, number in (there, here)]
-        if not (lazy[0] or lazy[1]):
-            return there[0] + here[0]
-        both = (
-            part or LazyGradient([LazyPart((), x)]) for part, (x, _) in zip(lazy, (there, here))
-        )
-        self[total] = next(both).added(next(both))
-        return there[0] if lazy[0] else here[0]
-
-
-def conformed(out: Tensor, chain: Chain, meta: Any) -> tuple[Tensor, list[tuple[Map, torch.dtype]]]:
-    """What PyTorch's engine does after each node: a result summed over broadcast dimensions and
-    converted to the dtype in ``meta``, with all the maps to it and the dtypes of their results.
-    """
-    shape, wanted, dtype = out.shape, tuple(meta.shape), out.dtype
-    alike = shape == wanted and dtype is meta.dtype and out.layout is torch.strided
-    if not alike or not wanted:  # scalars may come from another device
-        if shape != wanted:
-            chain = [*chain, *summed(shape, wanted)]
-        conform_to = nodes.conform(out, meta)
-        maps = [(map_, dtype) for map_ in chain or same(shape, shape)]
-        if conform_to.dtype is not dtype:
-            maps += [(map_, conform_to.dtype) for map_ in same(conform_to.shape, conform_to.shape)]
-        return conform_to, maps
-    return out, [(map_, dtype) for map_ in chain or same(shape, shape)]
-
-
-def rule_of(name: str) -> NodeRule | None:
-    """The rule of a type of node, by its name."""
-    return NODES.get(name)
 
 
 class NodeKind(NamedTuple):
@@ -228,15 +84,15 @@ class ProgramRecorder:
         self.off_thread: dict[Node, ModuleCall] = {}  # nodes made on other threads
         self.sums: set[int] = set()
         self.clear_since = watch.clear_since()
-        self.recorder = DispatchRecorder(limit, bare, checks)
-        self.cache = GradientCache(keep, self.recorder.maps)
+        self.new: Callable[[], int] = count().__next__  # the next unused value number
+        self.maps = MapTable()
+        self.cache = GradientCache(keep, self.maps)
         self.outputs = Outputs()
-        self.formulas = FormulaRecorder(self.recorder, self.clear_since, opaque, self.outputs)
-        self.bare = bare
+        self.limit, self.opaque, self.bare, self.checks = limit, opaque, bare, checks
         self.products = GradientProducts(self.clear_since, bare, self.cache)
         self.deferred = DeferredGradients()
         self.seed = seed
-        self.first = self.recorder.new()
+        self.first = self.new()
         self.adjoints: dict[Node, dict[int, tuple[Tensor, int]]] = {
             nodes.root_of(loss): {nodes.slot_of(loss): (seed, self.first)}
         }
@@ -248,9 +104,15 @@ class ProgramRecorder:
         # of each formula a value number before its own, its first map and the end of its maps
         self.formula_spans: dict[Node, tuple[int, int, int]] = {}
         self.not_replayable = ""  # why the recording cannot be replayed
-        self.new, self.maps = self.recorder.new, self.recorder.maps
         # nodes with sequence numbers in [start, end) were made by the module call ``place``
         self.place, self.start, self.end = NO_MODULE, 0, 0
+
+    @cached_property
+    def formulas(self) -> FormulaRecorder:
+        """Records nodes without a rule; made for the first."""
+        recorder = DispatchRecorder(self.limit, self.bare, self.checks)
+        recorder.new, recorder.maps = self.new, self.maps
+        return FormulaRecorder(recorder, self.clear_since, self.opaque, self.outputs)
 
     def close(self) -> None:
         """Called at the end of the pass."""
@@ -308,9 +170,9 @@ class ProgramRecorder:
     def _kind(self, kind: type) -> NodeKind:
         """Look up, once per type of node, what is known about it."""
         name, facts = kind.__name__, FACTS.get(kind) or learn(kind)
+        rule, joint = node_rules.NODES.get(name), name in node_rules.MULTI_OUTPUT_RULES
         ending = kind is ACCUMULATE or name in VIEWS
-        found = NodeKind(name, rule_of(name), name in MULTI_OUTPUT_RULES, facts.conform_at, ending)
-        self.kinds[kind] = found
+        self.kinds[kind] = found = NodeKind(name, rule, joint, facts.conform_at, ending)
         return found
 
     def _find_module_call(self, number: int) -> None:
@@ -403,7 +265,7 @@ class ProgramRecorder:
         grads = {slot: arrived[slot][0] for slot in sorted(arrived)}
         if any(grad.is_complex() for grad in grads.values()):
             return False
-        out, slots = MULTI_OUTPUT_RULES[block.operator](node, grads)
+        out, slots = node_rules.MULTI_OUTPUT_RULES[block.operator](node, grads)
         terms = tuple([self.maps.term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
         result = self.new()
         block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
@@ -434,7 +296,7 @@ class ProgramRecorder:
 
         The sum becomes a step of ``block.merges``. If a summand is lazy, so is the sum.
         """
-        shape, result = shape_of(out), self.recorder.new()
+        shape, result = shape_of(out), self.new()
         total = there[0] if self.bare else self.deferred.add(there, (out, value), result)
         if result not in self.deferred and there[1] not in self.sums:
             for tensor, number in (there, (out, value)):  # semirings compare the summands

@@ -27,7 +27,6 @@ from gradtrace.components.components import (
 )
 from gradtrace.components.series import alternatives
 from gradtrace.io.table import Tabular, TextColumn, TextTable
-from gradtrace.ir.kept_recordings import RECORDINGS, KeptRecording
 from gradtrace.ir.optimise import optimise
 from gradtrace.ir.passes.entries import Entries, bits_by_component
 from gradtrace.ir.passes.provenance import ProvenanceBounds, analyse_provenance
@@ -40,6 +39,7 @@ from gradtrace.ir.tape import Tapes
 from gradtrace.kernels import tuning
 from gradtrace.kernels.path_table import PathTable
 from gradtrace.paths.path_mass import MassPlan, plan_mass
+from gradtrace.recording.kept_recordings import RECORDINGS, KeptRecording
 from gradtrace.tracing.aggregate import Reach
 from gradtrace.tracing.provenance import words_of
 from gradtrace.tracing.uniform_tally import UniformTally
