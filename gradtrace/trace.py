@@ -17,7 +17,6 @@ from gradtrace.flow import Flow, flow_of
 from gradtrace.ir import interpreter, memory
 from gradtrace.measures.decompose import decomposed, possible
 from gradtrace.measures.decomposition import Decomposition
-from gradtrace.measures.leaf_selection import Leaves, influence_of
 from gradtrace.measures.measures import Measures, positive
 from gradtrace.measures.table_source import TraceSource
 from gradtrace.paths.paths import Builder, Path, Paths, sampled
@@ -26,7 +25,7 @@ from gradtrace.report import attribution as attributed
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
-from gradtrace.tracing.counting import chosen_components, component_finder
+from gradtrace.tracing.counting import Leaves, chosen_components, component_finder, influence_of
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.traced_program import indices
 

@@ -7,6 +7,7 @@ off during a pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -22,7 +23,7 @@ from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.dtensor import is_dtensor
-from gradtrace.pytorch.fsdp import all_gathered, unwatched
+from gradtrace.pytorch.fsdp import STATES, all_gathered, unwatched
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 
 LOSS_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
@@ -112,6 +113,8 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
 
 def _check_gathered(loss: Tensor, name_table: NameTable) -> None:
     """Refuse parameters of a sharded model that is not watched, whose memory may be freed."""
+    if STATES not in sys.modules:
+        return
     watched = name_table.sharded
     known = () if watched is None else [id(each.gathered) for each in watched.parameters()]
     freed = all_gathered().difference(known)

@@ -28,11 +28,11 @@ from gradtrace.distributed.identity import RunIdentity, identity
 from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
-from gradtrace.measures.leaf_selection import Leaves, selected, taking_part
 from gradtrace.measures.measures import positive
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel
 from gradtrace.trace import Trace
+from gradtrace.tracing.counting import Leaves, selected, taking_part
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.coverage import measured as coverage_of_sample
 from gradtrace.tracing.influence import Influence, checked_weight

@@ -22,7 +22,7 @@ from gradtrace.pytorch.plain_tensors import PLAIN, numbers_of
 def maybe_nonfinite(named: Mapping[str, Leaf]) -> list[str]:
     """The leaves whose gradients must be computed to know whether they are finite."""
     lazy = {n: leaf.given for n, leaf in named.items() if isinstance(leaf.given, LazyGradient)}
-    sizes = sizes_of(lazy.values())
+    sizes = sizes_of(lazy.values()) if lazy else {}
     sure = {name for name, sum_ in lazy.items() if sum_.surely_finite(sizes)}
     return [name for name, leaf in named.items() if name not in sure and leaf.layout is None]
 

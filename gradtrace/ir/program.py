@@ -12,6 +12,7 @@ from torch import Tensor
 from gradtrace.autodiff.names import ModuleCall
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.linops import Map
+from gradtrace.linops.indexing import nearby
 from gradtrace.pytorch.dtensor import Layout, LocalParts
 from gradtrace.types import Shape
 
@@ -142,6 +143,16 @@ class Constants:
     leaves: list[Leaf]
     kept: dict[int, Tensor] = field(default_factory=dict)
     parts: LocalParts | None = None
+
+    def known_gradients(self) -> dict[int, Tensor]:
+        """The gradients that recording has computed, by value: of leaves, and those it kept."""
+        known = dict(self.kept)
+        for leaf in self.leaves:
+            if (given := leaf.known) is not None:
+                known[leaf.value] = given
+        for value in [value for value, grad in known.items() if not grad.dim()]:
+            known[value] = nearby(known[value], self.seed.device)
+        return known
 
 
 MAX_DERIVED = 4

@@ -11,10 +11,9 @@ from gradtrace.components.forks import Fork, find_forks, fork_bits
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.measures.decompose import decomposed
-from gradtrace.measures.leaf_selection import Leaves, selected
 from gradtrace.measures.mass import mass_through
 from gradtrace.tracing.choices import MEASURES, Choice, Choices
-from gradtrace.tracing.counting import counted, counted_sample
+from gradtrace.tracing.counting import Leaves, counted, counted_sample, selected
 from gradtrace.tracing.influence import Row
 from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.traced_program import TracedProgram

@@ -31,7 +31,6 @@ from gradtrace.measures.through import (
     components_in,
     held_bytes,
 )
-from gradtrace.tracing.executor import known_gradients
 from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
 from gradtrace.tracing.per_sample import Pairs, places
@@ -102,7 +101,7 @@ def _products(
     traced: TracedProgram, routes: ComponentRoutes, wanted: int
 ) -> Iterator[LeafProducts]:
     """The inner products of every leaf."""
-    program, known = traced.program, known_gradients(traced.program.constants)
+    program, known = traced.program, traced.program.constants.known_gradients()
     if traced.pairs == 1:
         sweep = ThroughSweep(routes, wanted, known, defers=True)
         sweep.values[program.root] = program.seed
@@ -133,7 +132,7 @@ def _pair_products(
 ) -> Iterator[LeafProducts]:
     """``_products`` for each loss of a vector: values that mix pairs are computed for each."""
     program, pairs = traced.program, Pairs.follow(traced.program, traced.pairs)
-    known = {v: x for v, x in known_gradients(program.constants).items() if v in pairs.apart}
+    known = {v: x for v, x in program.constants.known_gradients().items() if v in pairs.apart}
     whole = ThroughSweep(routes, wanted, known, frozenset(pairs.apart), frozenset(pairs.of))
     whole.values[program.root] = program.seed
     for value in whole.run():

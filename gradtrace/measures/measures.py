@@ -10,10 +10,9 @@ from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
 from gradtrace.measures.agreement import Agreement, agreement
 from gradtrace.measures.choosing import choices
-from gradtrace.measures.leaf_selection import Leaves, coverage_of
 from gradtrace.measures.path_sums import PathSums
 from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.counting import Leaves, component_finder, coverage_of
 from gradtrace.tracing.coverage import Coverage
 
 

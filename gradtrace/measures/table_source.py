@@ -12,10 +12,9 @@ from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
 from gradtrace.measures.agreement import PATH_RULES, warning_of
-from gradtrace.measures.leaf_selection import Leaves, selected
 from gradtrace.measures.measures import Measures
 from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.counting import chosen_components, counted
+from gradtrace.tracing.counting import Leaves, chosen_components, counted, selected
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence, Weight
 from gradtrace.tracing.traced_program import TracedProgram

@@ -34,7 +34,6 @@ from gradtrace.linops import (
     tiling,
 )
 from gradtrace.measures.leaf_products import WHOLE, TailPart, dense
-from gradtrace.tracing.executor import known_gradients
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT = "decomposing the gradient"
@@ -380,7 +379,7 @@ class ThroughSource:
         wanted = {traced.leaf(leaf).value} if leaf is not None else set(traced.names)
         program, found = traced.program, dict[str, Tensor]()
         with memory.within(traced.device, WHAT, REMEDY):
-            known = known_gradients(program.constants)
+            known = program.constants.known_gradients()
             sweep = ThroughSweep(self.routes, 1 << number + 1, known, defers=True)
             sweep.values[program.root] = program.seed
             for value in sweep.run():

@@ -224,9 +224,13 @@ def unwatched(leaf: Tensor) -> Unsupported:
     )
 
 
+STATES = "torch.distributed._composable_state"
+"""The module that lists sharded models; it is not imported where there are none."""
+
+
 def all_gathered() -> frozenset[int]:
     """The ids of the gathered parameters of all sharded models in the process."""
-    states = sys.modules.get("torch.distributed._composable_state")
+    states = sys.modules.get(STATES)
     modules = list(getattr(states, "_module_state_mapping", ()))
     return frozenset(
         id(parameter.gathered)

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -243,9 +243,17 @@ class FunctionLog:
     """
 
     def __init__(self) -> None:
-        self.undo = Undo.new()
-        self.state = PythonState()
         self._grads: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
+
+    @cached_property
+    def undo(self) -> Undo:
+        """Undoes what they write to tensors."""
+        return Undo.new()
+
+    @cached_property
+    def state(self) -> PythonState:
+        """Their contexts and what these hold; made for the first of them."""
+        return PythonState()
 
     def note_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Save ``.grad`` of leaves."""
@@ -259,8 +267,9 @@ class FunctionLog:
             if grad is not None and value is not None:
                 grad.copy_(value)
             leaf.grad = grad
-        self.undo.restore()
-        self.state.restore()
+        if "state" in vars(self):  # else none was called
+            self.undo.restore()
+            self.state.restore()
 
 
 @contextmanager

@@ -47,7 +47,6 @@ from gradtrace.ir.plan import (
 from gradtrace.ir.program import Constants, Leaf, Step
 from gradtrace.linops import Map, tiled
 from gradtrace.linops.across_ranks import RankGather
-from gradtrace.linops.indexing import nearby
 from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
 from gradtrace.tracing.edge_rule import unsized, with_size
@@ -95,17 +94,6 @@ def execute(plan: Plan, constants: Constants) -> Iterator[TracedLeaf]:
         yield TracedLeaf(leaves[value], take(states, value), 0)
 
 
-def known_gradients(constants: Constants) -> dict[int, Tensor]:
-    """The gradients that recording has computed: of leaves, and those it kept."""
-    known = dict(constants.kept)
-    for leaf in constants.leaves:
-        if (given := leaf.known) is not None:
-            known[leaf.value] = given
-    for value in [value for value, grad in known.items() if not grad.dim()]:
-        known[value] = nearby(known[value], constants.seed.device)
-    return known
-
-
 class Executor:
     """Runs the instructions of a plan on traced values.
 
@@ -126,7 +114,7 @@ class Executor:
         self.batched = maps is not None
         self.maps = table = constants.maps
         self.map = maps or (lambda at, value: table[at])
-        self.known = known_gradients(constants) if plan.gradients else {}
+        self.known = constants.known_gradients() if plan.gradients else {}
         self.states: dict[int, TracedValue] = {}
         self.sums: dict[int, list[TracedValue]] = {}  # partial sums over users
         self.largest: dict[int, TracedValue] = {}  # of the last ``Nested``

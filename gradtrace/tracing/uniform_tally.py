@@ -14,7 +14,6 @@ from gradtrace.ir.program import Constants, Program
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.operands import GroupRequest, GroupSums, Whole
 from gradtrace.tracing.aggregate import HOST, Counts, ListedGroups, Reach, own_elements
-from gradtrace.tracing.executor import known_gradients
 from gradtrace.tracing.provenance import ProvenanceTable, words_of
 from gradtrace.tracing.traced_value import PendingContribution, cancelled
 
@@ -61,7 +60,7 @@ class UniformTally(NamedTuple):
 
     def counted(self, constants: Constants) -> GroupSums:
         """The sums of a program's leaves, by component."""
-        known, host, many = known_gradients(constants), backend_of(HOST), len(self.leaves)
+        known, host, many = constants.known_gradients(), backend_of(HOST), len(self.leaves)
         known[self.root] = constants.seed
         counts, sums = np.zeros(many, np.int64), np.zeros(many)
         together: dict[int, Tensor] = {}
