@@ -230,7 +230,7 @@ def test_a_probe_that_is_hoped_to_be_linear() -> None:
     for f, linear_ in ((lambda x: torch.lerp(x, x * 0, 0.25), True), (torch.special.erf, False)):
         x, hopes = torch.tensor([0.5, -2.0]), DeferredChecks()
         pen = dispatch.DispatchRecorder(1 << 20, checks=hopes)
-        pen.begin([])
+        pen.begin()
         pen.track(x, pen.new())
         with using(unread()), pen:
             f(x)

@@ -244,8 +244,8 @@ def test_a_value_added_to_itself_is_no_tail() -> None:
     both = tuple(given.maps.term(maker_map, here) for _ in range(2))
     twice = Step(here + 100, both, maker.shape, x.dtype)
     last = given.blocks[-1]  # kept for the next loss of this structure: not changed, but replaced
-    added = replace(last, steps=[*last.steps, twice])
-    given = replace(given, blocks=[*given.blocks[:-1], added])
+    added = replace(last, steps=(*last.steps, twice))
+    given = replace(given, blocks=(*given.blocks[:-1], added))
     given.leaves[0].value = here + 100
     assert find_tails(given) == slowly(given) == {here + 100}
 

@@ -82,6 +82,8 @@ def equal(a: Any, b: Any) -> bool:
 def assert_same(found: Program, wanted: Program) -> None:
     """Two programs are the same, to the last bit."""
     assert (found.root, found.size, found.blocks) == (wanted.root, wanted.size, wanted.blocks)
+    for shared in (found.blocks, *[some for b in found.blocks for some in (b.steps, b.merges)]):
+        assert type(shared) is tuple  # by all losses of this structure: not to be changed
     assert found.notes() == wanted.notes()
     assert structure_of(found) == structure_of(wanted)
     assert [map_.structure() for map_ in found.maps] == [map_.structure() for map_ in wanted.maps]

@@ -51,7 +51,7 @@ def rebuilt(
     blocks = [_living(block, alive, n in cut) for n, block in enumerate(rewritten)]
     leaves = [leaf for leaf in program.leaves if leaf.value in alive]
     constants = replace(program.constants, leaves=leaves, kept={})
-    found = Program(program.root, program.size, blocks, constants)
+    found = Program(program.root, program.size, tuple(blocks), constants)
     if not leaves or not gradients:
         return found
     given = interpreter.run(found, SUM)
@@ -91,7 +91,7 @@ def without_denominator(program: Program, block: Block) -> Block:
                 term = program.maps.term(new, term.value)
             terms.append(term)
         steps.append(step._replace(terms=tuple(terms)))
-    return replace(block, steps=steps)
+    return replace(block, steps=tuple(steps))
 
 
 def _living(block: Block, alive: set[int], cut: bool) -> Block:
@@ -101,9 +101,9 @@ def _living(block: Block, alive: set[int], cut: bool) -> Block:
     return replace(
         block,
         takes={slot: value for slot, value in block.takes.items() if value in alive and not cut},
-        steps=steps,
+        steps=tuple(steps),
         gives={at: value for at, value in block.gives.items() if value in alive},
-        merges=merges,
+        merges=tuple(merges),
         note=block.note if steps else "",
     )
 

@@ -167,14 +167,14 @@ class RuleRewriter:
                 blocks.append(block)
         return blocks
 
-    def _of(self, block: Block, at: int) -> list[Step]:
+    def _of(self, block: Block, at: int) -> tuple[Step, ...]:
         """The steps that lead to one of a block's arguments."""
         needed, found = {block.gives[at]}, list[Step]()
         for step in reversed(block.steps):
             if step.out in needed:
                 needed |= {term.value for term in step.terms}
                 found.append(step)
-        return found[::-1]
+        return tuple(found[::-1])
 
     def _scaled(self, block: Block, weight: Tensor) -> Block:
         """An elementwise function with another factor."""
@@ -182,7 +182,7 @@ class RuleRewriter:
         shape = step.shape
         new: Map = Scale(weight.to(step.dtype).expand(shape), shape)
         term = self.program.maps.term(new, step.terms[0].value)
-        return replace(block, steps=[step._replace(terms=(term,))])
+        return replace(block, steps=(step._replace(terms=(term,)),))
 
     def _halved(self, block: Block) -> Block:
         """A product that hands half to each of two factors."""
@@ -198,7 +198,7 @@ class RuleRewriter:
             steps.append(step._replace(out=whole))
             half = self.program.maps.term(Scale(0.5, step.shape), whole)
             steps.append(step._replace(terms=(half,)))
-        return replace(block, steps=steps)
+        return replace(block, steps=tuple(steps))
 
     # Functions that a module writes out -----------------------------------------------------------
 
@@ -245,7 +245,7 @@ class RuleRewriter:
             (taken,) = blocks[n].takes.values()
             term = self.program.maps.term(new, taken)
             given = blocks[n].gives[at]
-            steps = [step._replace(out=given, terms=(term,))]
+            steps = (step._replace(out=given, terms=(term,)),)
             found[n] = replace(blocks[n], gives={at: given}, steps=steps)
         self.cut |= inside - found.keys()
         return found

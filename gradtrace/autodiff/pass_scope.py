@@ -67,7 +67,7 @@ class PausedMode(TorchFunctionMode):
 
 def paused() -> contextlib.AbstractContextManager[object]:
     """Within, the innermost mode of PyTorch's functions is not active if it is a ``PausedMode``."""
-    innermost = overrides._get_current_function_mode()
+    innermost = _INNERMOST()
     return _PAUSED() if isinstance(innermost, PausedMode) else contextlib.nullcontext()
 
 
@@ -191,6 +191,7 @@ _CACHED: Any = vars(checkpoint)["_CachedTorchDispatchMode"]
 _ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
 _RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
 _RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
+_INNERMOST: Any = vars(overrides)["_get_current_function_mode"]
 _PAUSED: Any = vars(overrides)["_pop_mode_temporarily"]
 
 

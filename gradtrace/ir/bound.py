@@ -62,4 +62,4 @@ def unbind(formula: Formula, block: Block, maps: MapTable) -> Block:
         Step(out, tuple([term(*each) for each in terms]), shape, dtype)
         for out, terms, shape, dtype in formula.steps
     ]
-    return replace(block, steps=steps, note=formula.note)
+    return replace(block, steps=tuple(steps), note=formula.note)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,9 +77,9 @@ class Block:
     operator: str
     place: ModuleCall
     takes: dict[int, int]
-    steps: list[Step] = field(default_factory=list)
+    steps: tuple[Step, ...] = ()
     gives: dict[int, int] = field(default_factory=dict)
-    merges: Sequence[Step] = ()  # most blocks have none
+    merges: tuple[Step, ...] = ()
     composed: bool = False
     opened: bool = False
     note: str = ""
@@ -194,7 +194,7 @@ class Program:
 
     root: int
     size: int
-    blocks: list[Block]
+    blocks: tuple[Block, ...]
     constants: Constants
     facts: ProgramFacts = field(default_factory=ProgramFacts, init=False, repr=False, compare=False)
     recorded: str | None = field(default=None, init=False, repr=False, compare=False)

@@ -74,16 +74,16 @@ def structure_of(program: Program) -> Structure:
 
 
 def _block(block: Block) -> BlockStructure:
-    takes, gives, merges = block.takes, block.gives, block.merges
+    takes, gives = block.takes, block.gives
     return _tuple(
         BlockStructure,
         (
             block.operator,
             block.place,
             (*takes.items(),),
-            (*block.steps,),
+            block.steps,
             (*gives.items(),),
-            (*merges,) if merges else (),
+            block.merges,
             block.opened,
             block.label,
         ),

@@ -108,9 +108,9 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.maps = MapTable()
         self.opened = False
 
-    def begin(self, steps: list[Step]) -> None:
+    def begin(self) -> None:
         """Start a new formula, whose steps are appended to ``steps``."""
-        self.steps = steps
+        self.steps = []
         self.opened = False
         self.values.clear()
         self.alive.clear()

@@ -74,6 +74,7 @@ class FormulaRecorder:
         with self.recorder:
             outs = self._formula(node, arrived, block)
             results = self._results(node, edges, outs, block)
+        block.steps = tuple(self.recorder.steps)
         block.composed = True
         block.opened = self.recorder.opened or block.operator in SEVERAL
         return [(position, out, block.gives[position]) for position, out in results]
@@ -85,7 +86,7 @@ class FormulaRecorder:
         step.
         """
         taken = set(block.takes.values())
-        taken.update(term.value for step in block.steps for term in step.terms)
+        taken.update(term.value for step in self.recorder.steps for term in step.terms)
         given = []
         conform_at = (FACTS.get(type(node)) or learn(type(node))).conform_at
         for position, ((child, slot), out) in enumerate(zip(edges, outs)):
@@ -99,7 +100,7 @@ class FormulaRecorder:
             if value in taken:
                 shape, same = shape_of(out), self.recorder.new()
                 step = self.recorder.maps.single(same, Identity(shape), value, real_dtype(out))
-                block.steps.append(step)
+                self.recorder.steps.append(step)
                 value = same
             taken.add(value)
             block.gives[position] = value
@@ -109,14 +110,15 @@ class FormulaRecorder:
     def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
         """Run the hooks on a leaf and record them as the steps of ``block``; the new gradient."""
         self._finish_checks()
-        self.recorder.begin(block.steps)
+        self.recorder.begin()
         self.recorder.track(tensor, block.takes[0])
         given = self._known([tensor])
         with self.recorder:
             (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
         if id(changed) not in self.recorder.values:
             raise NotLinear("the gradient was replaced by one that has nothing to do with it")
-        self._check_linear(block.steps, [tensor], given, [changed])
+        self._check_linear(self.recorder.steps, [tensor], given, [changed])
+        block.steps = tuple(self.recorder.steps)
         block.gives[0] = self.recorder.values[id(changed)]
         return tensor if changed is None else changed
 
@@ -137,7 +139,7 @@ class FormulaRecorder:
         facts = FACTS.get(type(node)) or learn(type(node))
         grads: list[Tensor | None] = [None] * (nodes.outputs_of(node) if facts.multi_output else 1)
         recorder = self.recorder
-        recorder.begin(block.steps)
+        recorder.begin()
         for slot, (tensor, value) in arrived.items():
             if any(tensor is other for other in grads):  # a + b passes one tensor to both
                 tensor = tensor.clone()
@@ -154,16 +156,16 @@ class FormulaRecorder:
         elif facts.python and any(grad is None for grad in grads):
             ready = nodes.engine_cotangents(node, grads)
         if ready is not grads:
-            self._check_linear(block.steps, grads, given, ready)
+            self._check_linear(recorder.steps, grads, given, ready)
             given = self._known(ready)
-        formula = len(block.steps)
-        outs = self._call(node, ready, block)
+        formula = len(recorder.steps)
+        outs = self._call(node, ready)
         if facts.python:
-            self._check_linear(block.steps[formula:], ready, given, outs)
+            self._check_linear(recorder.steps[formula:], ready, given, outs)
         if hooked:
-            formula, before, given = len(block.steps), outs, self._known(outs)
+            formula, before, given = len(recorder.steps), outs, self._known(outs)
             outs = hooks.after(node, outs, ready)
-            self._check_linear(block.steps[formula:], before, given, outs)
+            self._check_linear(recorder.steps[formula:], before, given, outs)
         return outs
 
     def _known(self, given: Grads) -> dict[int, Tensor]:
@@ -198,11 +200,9 @@ class FormulaRecorder:
                 if here is None or not close(here, as_real(x), 1e-4 * most):
                     raise NotLinear("it is not linear in the gradient it is given")
 
-    def _call(
-        self, node: Node, grads: Sequence[Tensor | None], block: Block
-    ) -> Sequence[Tensor | None]:
+    def _call(self, node: Node, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Run the formula without hooks; if it cannot be recorded, store it as matrices."""
-        values, before = self.recorder.values, len(block.steps)
+        values, before = self.recorder.values, len(self.recorder.steps)
         try:
             if type(node).__name__ in COMPOSED:
                 with torch.enable_grad():
@@ -217,8 +217,8 @@ class FormulaRecorder:
             )
         except (NotLinear, TooLarge) as error:
             refusal = partial(type(error), str(error))
-        del block.steps[before:]
-        return self._record_dense(node, grads, block, refusal)
+        del self.recorder.steps[before:]
+        return self._record_dense(node, grads, refusal)
 
     def _zero(self, out: Tensor) -> bool:
         """Whether a result that does not depend on the cotangent is zero; deferred on a GPU."""
@@ -226,7 +226,7 @@ class FormulaRecorder:
             return backend_of(out).check(self.recorder.checks, lambda: out == 0)
 
     def _record_dense(
-        self, node: Node, grads: Sequence[Tensor | None], block: Block, refusal: Refusal
+        self, node: Node, grads: Sequence[Tensor | None], refusal: Refusal
     ) -> Sequence[Tensor | None]:
         """Store a formula that cannot be recorded as dense matrices, if these are small enough."""
         recorder = self.recorder
@@ -238,7 +238,7 @@ class FormulaRecorder:
         with _disable_current_modes():
             outs = list(call(grads))
             if self.opaque and entries(grads, outs) > recorder.limit:
-                return self._record_opaque(call, grads, outs, block, str(refusal()))
+                return self._record_opaque(call, grads, outs, str(refusal()))
             found = matrices(call, grads, outs, recorder.limit, refusal)
         for out, terms in zip(outs, found):
             if out is None:
@@ -253,7 +253,7 @@ class FormulaRecorder:
             ]
             if dense:
                 value = recorder.new()
-                block.steps.append(Step(value, tuple(dense), shape_of(out), real_dtype(out)))
+                recorder.steps.append(Step(value, tuple(dense), shape_of(out), real_dtype(out)))
                 recorder.values[id(out)] = value
         return outs
 
@@ -262,7 +262,6 @@ class FormulaRecorder:
         f: Formula,
         grads: Sequence[Tensor | None],
         outs: Sequence[Tensor | None],
-        block: Block,
         reason: str,
     ) -> Sequence[Tensor | None]:
         """Store a formula that is too large for matrices as a function of each cotangent."""
@@ -281,7 +280,7 @@ class FormulaRecorder:
                 if grad is not None and id(grad) in recorder.values
             )
             value = recorder.new()
-            block.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
+            recorder.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
             recorder.values[id(out)] = value
         return outs
 

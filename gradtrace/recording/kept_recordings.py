@@ -153,7 +153,7 @@ class KeptRecording:
     graph: GraphShape
     root: int
     size: int
-    blocks: list[Block]
+    blocks: tuple[Block, ...]
     facts: ProgramFacts
     hits: int = 0
     failures: int = 0
@@ -169,7 +169,7 @@ class KeptRecording:
     opaque: bool = False
     composed: bool = False  # some nodes are recorded by their formulas, which passes simplify
     # the blocks that passes made of those, and the structures of the maps in recorded formulas
-    simplified: tuple[list[Block], list[object]] = field(default_factory=lambda: ([], []))
+    simplified: tuple[tuple[Block, ...], list[object]] = ((), [])
 
     @cached_property
     def entries(self) -> list[Entry]:

@@ -137,7 +137,7 @@ class ProgramRecorder:
         if not self.start <= number < self.end:
             self._find_module_call(number)
         place = self.off_thread.get(node, self.place) if self.off_thread else self.place
-        block = Block(known.name, place, {}, [], {})
+        block = Block(known.name, place, {})
         self.visited[node] = edges, block
         takes = block.takes
         for slot in arrived:
@@ -248,7 +248,7 @@ class ProgramRecorder:
         """Append maps as steps, each with the dtype of its result."""
         for map_, dtype in maps:
             result = self.new()
-            block.steps.append(self.maps.single(result, map_, value, dtype))
+            block.steps += (self.maps.single(result, map_, value, dtype),)
             value = result
         return value
 
@@ -268,7 +268,7 @@ class ProgramRecorder:
         out, slots = node_rules.MULTI_OUTPUT_RULES[block.operator](node, grads)
         terms = tuple([self.maps.term(map_, arrived[slot][1]) for slot, map_ in slots.items()])
         result = self.new()
-        block.steps.append(Step(result, terms, tuple(out.shape), out.dtype))
+        block.steps = (Step(result, terms, tuple(out.shape), out.dtype),)
         self._pass_on(block, 0, edges[0], out, result)
         return True
 
@@ -304,10 +304,7 @@ class ProgramRecorder:
         (move,) = same(shape, shape)
         terms = tuple([self.maps.term(move, number) for number in (there[1], value)])
         step = Step(result, terms, shape, real_dtype(out))
-        if isinstance(block.merges, list):
-            block.merges.append(step)
-        else:
-            block.merges = [step]
+        block.merges += (step,)
         self.sums.add(result)
         if result not in self.deferred:
             self.cache.add(result, total, False)
@@ -371,7 +368,7 @@ def record(
                 on_one_device(constants),
                 "it is over several devices",
             )
-        program = Program(recorder.first, recorder.new(), recorder.blocks, constants)
+        program = Program(recorder.first, recorder.new(), tuple(recorder.blocks), constants)
         if done is not None:
             done(recorder, program)
         return program

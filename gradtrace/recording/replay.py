@@ -229,7 +229,7 @@ class _Run:
 
     def _formula(self, node: Node, edges: Edges, entry: FormulaNode) -> None:
         wanted, first = entry.block, len(self.maps)
-        block = Block(wanted.operator, wanted.place, dict(wanted.takes), [], {})
+        block = Block(wanted.operator, wanted.place, dict(wanted.takes))
         arrived = {slot: (self.grads.pop(value), value) for slot, value in wanted.takes.items()}
         self.formulas.recorder.new = count(entry.start + 1).__next__
         found = self._called(self.formulas.follow, node, edges, arrived, block)

@@ -16,15 +16,15 @@ def drop_constants(program: Program) -> Program:
         return program
     number = {at: n for n, at in enumerate(used)}
 
-    def renumbered(some: Iterable[Step]) -> list[Step]:
-        return [
+    def renumbered(some: Iterable[Step]) -> tuple[Step, ...]:
+        return tuple(
             step._replace(terms=tuple([Term(number[at], value) for at, value in step.terms]))
             for step in some
-        ]
+        )
 
     blocks = [
         replace(block, steps=renumbered(block.steps), merges=renumbered(block.merges))
         for block in program.blocks
     ]
     maps = MapTable(program.maps[at] for at in used)
-    return replace(program, blocks=blocks, constants=replace(program.constants, maps=maps))
+    return replace(program, blocks=tuple(blocks), constants=replace(program.constants, maps=maps))

@@ -29,7 +29,7 @@ def fuse_moves(program: Program) -> Program:
         else block
         for block in program.blocks
     ]
-    return replace(program, blocks=blocks)
+    return replace(program, blocks=tuple(blocks))
 
 
 def _fused(block: Block, maps: MapTable) -> Block:
@@ -43,7 +43,7 @@ def _fused(block: Block, maps: MapTable) -> Block:
             del made[before.out]
             step = both
         made[step.out] = step
-    return block if len(made) == len(block.steps) else replace(block, steps=[*made.values()])
+    return block if len(made) == len(block.steps) else replace(block, steps=(*made.values(),))
 
 
 def _folded(before: Step, step: Step, maps: MapTable) -> Step | None:

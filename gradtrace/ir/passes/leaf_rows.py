@@ -86,13 +86,13 @@ class _RowKeeper:
         blocks = [self._block(block) for block in self.program.blocks]
         given = self.program.constants
         constants = replace(given, maps=self.maps, leaves=leaves, kept=self.kept)
-        return Program(self.program.root, self.size, blocks, constants)
+        return Program(self.program.root, self.size, tuple(blocks), constants)
 
     def _block(self, block: Block) -> Block:
         if not any(step.out in self.new for step in (*block.steps, *block.merges)):
             return block
         steps, merges = (self._rewritten(some) for some in (block.steps, block.merges))
-        return replace(block, steps=steps, merges=merges)
+        return replace(block, steps=tuple(steps), merges=tuple(merges))
 
     def _rewritten(self, steps: Sequence[Step]) -> list[Step]:
         return [new for step in steps for new in self.new.get(step.out, (step,))]

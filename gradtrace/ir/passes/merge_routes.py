@@ -90,7 +90,7 @@ def merge_routes(program: Program) -> Program:
             formula = bind(blocks[n], program.maps)
             _resolve(formula, numbers.__next__, shapes)
             blocks[n] = unbind(formula, blocks[n], program.maps)
-    return replace(program, blocks=blocks, size=next(numbers))
+    return replace(program, blocks=tuple(blocks), size=next(numbers))
 
 
 def _is_candidate(block: Block) -> bool:

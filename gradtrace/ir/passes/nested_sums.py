@@ -10,7 +10,7 @@ outputs, which is exact because two elements of one operator are connected by on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gradtrace.ir.program import Block, MapTable, Step
@@ -63,7 +63,7 @@ def nested(block: Block, maps: MapTable) -> NestedSum | None:
     )
 
 
-def _cone(steps: list[Step], values: Iterable[int]) -> set[int]:
+def _cone(steps: Sequence[Step], values: Iterable[int]) -> set[int]:
     """These values and all values that they depend on."""
     found = set(values)
     for step in reversed(steps):

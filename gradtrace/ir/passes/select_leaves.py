@@ -23,15 +23,15 @@ def select_leaves(program: Program, values: Collection[int]) -> Program:
             replace(
                 block,
                 takes={slot: value for slot, value in block.takes.items() if value in needed},
-                steps=steps,
+                steps=tuple(steps),
                 gives={at: value for at, value in block.gives.items() if value in needed},
-                merges=merges,
+                merges=tuple(merges),
                 note=block.note if steps else "",
             )
         )
     leaves = [leaf for leaf in program.leaves if leaf.value in set(values)]
     constants = replace(program.constants, leaves=leaves)
-    return Program(program.root, program.size, blocks[::-1], constants)
+    return Program(program.root, program.size, tuple(blocks[::-1]), constants)
 
 
 def _leading(steps: Sequence[Step], needed: set[int]) -> list[Step]:
