@@ -230,7 +230,7 @@ class Trace(Measures):
         Row('MulBackward0', through=1, eligible=2, share=0.5, weighted=0.01799, unreached=0, own=0)
         """
         self.check_unchanged()
-        by, components = checked_weight(weight), spelt(components)
+        by, components = checked_weight(weight), None if components is None else spelt(components)
         chosen = chosen_components(self, components)
         drawn = None if sample is None else (positive("sample", sample), seed)
         rows = None if leaf_rows is None else (leaf_rows, seed)

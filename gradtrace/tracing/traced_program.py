@@ -11,9 +11,8 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from gradtrace.autodiff.fingerprints import WeightFingerprints
 from gradtrace.autodiff.names import LazyGradients, unknown
-from gradtrace.autodiff.tuning import SAMPLE_ELEMENTS
+from gradtrace.autodiff.tuning import COMPARE_ALL_MAX_ELEMENTS, SAMPLE_ELEMENTS
 from gradtrace.components.module_parts import WholeProgram
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
@@ -26,24 +25,6 @@ from gradtrace.paths.path_search import PathFollower
 from gradtrace.paths.paths import Builder, ravel
 from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
-
-
-class TensorStates:
-    """The weights and activations that a program was made from, as they were then."""
-
-    def __init__(self, program: Program) -> None:
-        shards = (leaf.shard for leaf in program.leaves if leaf.shard is not None)
-        self.versions = [(t, t._version) for t in (*weights_of(program), *shards)]
-        given = (t for t, _ in self.versions if not t.requires_grad)  # inputs, buffers, masks
-        self._prints = (
-            WeightFingerprints(leaf.stored for leaf in program.leaves),
-            WeightFingerprints(given, SAMPLE_ELEMENTS),
-        )
-
-    def hold(self) -> bool:
-        """Whether none of them has been changed in place."""
-        changed = any(tensor._version != version for tensor, version in self.versions)
-        return not changed and all(each.hold() for each in self._prints)
 
 
 @dataclass
@@ -218,6 +199,8 @@ def indices(index: int | Sequence[int]) -> tuple[int, ...]:
         raise UnknownName(f"an element is named by whole numbers, not by {index!r}") from None
 
 
+# Whether tensors were changed ---------------------------------------------------------------------
+
 WITHOUT_WEIGHTS = frozenset({Identity, Index, Reduce, Cut, Slot})
 """Maps that hold numbers only."""
 
@@ -230,3 +213,74 @@ def weights_of(program: Program) -> Iterable[Tensor]:
         away = [view for map_ in maps for view in views_of(map_) if isinstance(view, AwayView)]
         held += [tensor for view in away for tensor in view.tensors]
     return {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}.values()
+
+
+class TensorStates:
+    """The weights and activations that a program was made from, as they were then."""
+
+    def __init__(self, program: Program) -> None:
+        shards = (leaf.shard for leaf in program.leaves if leaf.shard is not None)
+        self.versions = [(t, t._version) for t in (*weights_of(program), *shards)]
+        given = (t for t, _ in self.versions if not t.requires_grad)  # inputs, buffers, masks
+        self._prints = (
+            WeightFingerprints(leaf.stored for leaf in program.leaves),
+            WeightFingerprints(given, SAMPLE_ELEMENTS),
+        )
+
+    def hold(self) -> bool:
+        """Whether none of them has been changed in place."""
+        changed = any(tensor._version != version for tensor, version in self.versions)
+        return not changed and all(each.hold() for each in self._prints)
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightFingerprints:
+    """Copies of tensors, or of samples of them, to compare with later.
+
+    Only tensors on the CPU are compared: reading those on a GPU would synchronise.
+
+    >>> w, v = torch.zeros(3), torch.zeros(100_000)
+    >>> prints = WeightFingerprints([w, v])
+    >>> prints.hold()
+    True
+    >>> w.data[1] = -0.0
+    >>> prints.hold()
+    False
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], whole: int = COMPARE_ALL_MAX_ELEMENTS) -> None:
+        """Tensors of up to ``whole`` elements are compared as a whole."""
+        self._views: dict[torch.dtype, list[Tensor]] = {}  # views, not copies
+        with torch.no_grad():  # takes less time than to detach each
+            for tensor in tensors:
+                plain = tensor.is_cpu and tensor.layout is torch.strided
+                if plain and tensor.numel() and not tensor._is_zerotensor():
+                    flat = _flat_view(tensor, whole)
+                    self._views.setdefault(flat.dtype, []).append(flat)
+        self._held = self._read_bits()
+
+    def _read_bits(self) -> list[Tensor]:
+        # as integers, so that NaN equals itself and -0 differs from 0
+        return [torch.cat(views).view(BITS[dtype.itemsize]) for dtype, views in self._views.items()]
+
+    def hold(self) -> bool:
+        """Whether the tensors have the same bits as when this object was made."""
+        return all(map(torch.equal, self._read_bits(), self._held))
+
+
+def _flat_view(tensor: Tensor, whole: int) -> Tensor:
+    """A 1-d view of the elements; of large tensors, of evenly spaced ones.
+
+    A tensor that is not contiguous is viewed as the whole range of storage it spans.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+    else:
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        flat = tensor.as_strided((span,), (1,))
+    size = flat.numel()
+    return flat if size <= whole else flat[:: -(-size // SAMPLE_ELEMENTS)]
