@@ -32,8 +32,8 @@ from gradtrace.measures.through import (
     held_bytes,
 )
 from gradtrace.tracing.moments import Moments
-from gradtrace.tracing.pair_executor import BatchedMaps, batches_of, only_pairs
-from gradtrace.tracing.per_sample import Pairs, places
+from gradtrace.tracing.pair_executor import batched_maps, batches_of, only_pairs
+from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.traced_program import TracedProgram
 
 Floats = npt.NDArray[np.float64]
@@ -140,15 +140,8 @@ def _pair_products(
         products = gram_by_pair(rows, pairs.of[value], traced.pairs)
         yield LeafProducts(value, components, range(traced.pairs), products)
     mixed, along = pairs.mixed(program), pairs.summed(program, pairs.mixed(program))
-    maps: BatchedMaps | None = None
-    for some in batches_of(program, mixed, traced.pairs, False):
-        if maps is None or maps.count != len(some):
-            maps = BatchedMaps(program, len(some))
-        maps.places = {
-            value: (dim, places(pairs.of[value], some, dim))
-            for value, dim in along.items()
-            if dim is not None
-        }
+    batches = batches_of(program, mixed, traced.pairs, False)
+    for some, maps in batched_maps(program, pairs, along, batches):
         sweep = ThroughSweep(routes, wanted, {}, mixed, maps=maps)
         for value in along:
             at, of = maps.places.get(value), pairs.of[value]

@@ -34,6 +34,7 @@ from gradtrace.linops import (
     tiling,
 )
 from gradtrace.measures.leaf_products import WHOLE, TailPart, dense
+from gradtrace.paths.path_mass import bits_of
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT = "decomposing the gradient"
@@ -58,12 +59,12 @@ class ComponentRoutes:
         """The routes of a program, given the provenance bits (``atoms``) of the components."""
         owners: dict[int, int] = {}
         for n, component in enumerate(components):
-            for place in bit_places(component.bits):
+            for place in bits_of(component.bits):
                 owners[place] = owners.get(place, 0) | 1 << n + 1
 
         def whole(some: int) -> int:
             found = 0
-            for place in bit_places(some):
+            for place in bits_of(some):
                 found |= owners.get(place, 0)
             return found
 
@@ -125,18 +126,10 @@ def _join(found: dict[int, int], added: int, present: int) -> None:
         found[n] |= present
 
 
-def bit_places(bits: int) -> Iterator[int]:
-    """The places of the bits that are set, lowest first."""
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
-
-
 @lru_cache(65_536)
 def components_in(bits: int) -> tuple[int, ...]:
     """The components of these bits; bit 0 is none of them."""
-    return tuple(place - 1 for place in bit_places(bits & ~1))
+    return tuple(place - 1 for place in bits_of(bits & ~1))
 
 
 Parts = dict[int, Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class Edge(Greedy):
         if state.size is not None:
             mine = state.size.reshape(-1)[sparse.at]
         elif state.parts and state.parts[0].single:
-            mine = _most([part.largest_at(sparse.at) for part in state.parts])
+            mine = reduce(torch.maximum, [part.largest_at(sparse.at) for part in state.parts])
         if other.parts[0].single:
             theirs = sparse.size
         return mine.reshape(here.shape), wide(sparse.value) if theirs is None else theirs
@@ -139,7 +140,7 @@ def with_size(state: TracedValue) -> TracedValue:
     if state.lazy:
         size, ids = state.parts[0].selected()
     else:
-        size = _most([part.largest() for part in state.parts])
+        size = reduce(torch.maximum, [part.largest() for part in state.parts])
     return owned(state._replace(value=value, ids=ids, parts=(), size=size))
 
 
@@ -198,10 +199,3 @@ def _present(state: TracedValue) -> TracedValue:
     size = sizes(state.value)
     least = torch.finfo(size.dtype).tiny
     return state._replace(size=torch.where((size == 0) & (state.ids != 0), least, size))
-
-
-def _most(found: list[Tensor]) -> Tensor:
-    most = found[0]
-    for other in found[1:]:
-        most = torch.maximum(most, other)
-    return most

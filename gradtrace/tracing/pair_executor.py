@@ -6,7 +6,7 @@ are computed in batches, each pair in its own slice along a new first dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 import torch
@@ -46,8 +46,24 @@ def execute_pairs(
     mixed = pairs.mixed(program)
     plan = optimise(program, Request(rule, components, mixed), storage)
     along = pairs.summed(program, mixed)
+    batches = batches_of(program, mixed, len(program.seed), storage.compact)
+    for some, maps in batched_maps(program, pairs, along, batches):
+        executor = Executor(plan, constants, maps)
+        here = executor.values()
+        for value in along:
+            here[value] = _only(states[value], pairs.of[value], some, maps.places.get(value))
+        for value in executor.run(here):
+            yield TracedLeaf(leaves[value], take(here, value), some)
+
+
+def batched_maps(
+    program: Program, pairs: Pairs, along: Mapping[int, int | None], batches: Iterable[range]
+) -> Iterator[tuple[range, BatchedMaps]]:
+    """Batches of pairs, each with the maps for it; ``along`` are the values that pairs share, and
+    the dimension along which each has a pair's elements.
+    """
     maps: BatchedMaps | None = None
-    for some in batches_of(program, mixed, len(program.seed), storage.compact):
+    for some in batches:
         if maps is None or maps.count != len(some):
             maps = BatchedMaps(program, len(some))
         maps.places = {
@@ -55,12 +71,7 @@ def execute_pairs(
             for value, dim in along.items()
             if dim is not None  # only the pair's own indices: the others would add 0
         }
-        executor = Executor(plan, constants, maps)
-        here = executor.values()
-        for value in along:
-            here[value] = _only(states[value], pairs.of[value], some, maps.places.get(value))
-        for value in executor.run(here):
-            yield TracedLeaf(leaves[value], take(here, value), some)
+        yield some, maps
 
 
 class BatchedMaps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -50,7 +51,10 @@ class Pairs:
                 n += 1
                 if all(term.value in apart for term in step.terms):
                     high, low = (
-                        _most([maps[at].max_source(spans[value][k]) for at, value in step.terms])
+                        reduce(
+                            torch.maximum,
+                            [maps[at].max_source(spans[value][k]) for at, value in step.terms],
+                        )
                         for k in (0, 1)
                     )
                     if bool(((high == 0) | (high + low == count + 1)).all()):
@@ -122,13 +126,6 @@ class Chains:
             terms += [(term.value, spans[term.value][0]) for term in more]
             self.sums[step.out], self.terms[step.out] = sums, terms
         return []
-
-
-def _most(many: list[Tensor]) -> Tensor:
-    total = many[0]
-    for other in many[1:]:
-        total = torch.maximum(total, other)
-    return total
 
 
 def places(of: Tensor, pairs: range, dim: int) -> Tensor:

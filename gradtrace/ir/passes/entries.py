@@ -20,7 +20,7 @@ from functools import reduce
 from operator import and_, or_
 from typing import NamedTuple
 
-from gradtrace.ir.passes.provenance import ComponentBits, analyse_provenance
+from gradtrace.ir.passes.provenance import ComponentBits, analyse_provenance, propagate
 from gradtrace.ir.program import Program, Step
 
 
@@ -160,7 +160,7 @@ def _collect(program: Program, bits: ComponentBits, counted: int, found: Entries
             found.takes.setdefault(number, []).extend(entry)
             must[value] |= whole | every
             may[value] |= whole | some
-        _bound(block.steps, must, may)
+        propagate(block.steps, must, may)
         for at, value in block.gives.items() if bits.position else ():
             mine = bits.position.get((number, at), 0)
             if mine:
@@ -168,7 +168,7 @@ def _collect(program: Program, bits: ComponentBits, counted: int, found: Entries
                 found.gives.setdefault(number, []).extend(entry)
                 must[value] |= mine
                 may[value] |= mine
-        _bound(block.merges, must, may)
+        propagate(block.merges, must, may)
 
 
 def _entry(
@@ -179,15 +179,6 @@ def _entry(
     entered = whole | (reduce(or_, slices[1], 0) if slices else 0)
     first, mixed = entered & ~may, entered & may & ~must
     return [Entry(value, whole, slices, first, mixed)] if first | mixed else []
-
-
-def _bound(steps: Iterable[Step], must: dict[int, int], may: dict[int, int]) -> None:
-    for out, terms, _, _ in steps:
-        every, some = -1, 0
-        for _, value in terms:
-            every &= must[value]
-            some |= may[value]
-        must[out], may[out] = every, some
 
 
 def _need(program: Program, found: Entries, counted: dict[int, int]) -> None:

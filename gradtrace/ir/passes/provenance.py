@@ -55,17 +55,17 @@ def analyse_provenance(program: Program, components: ComponentBits) -> Provenanc
         for value in block.takes.values() if some else ():
             must[value] |= every
             may[value] |= some
-        _propagate(block.steps, must, may)
+        propagate(block.steps, must, may)
         for at, value in block.gives.items() if position else ():
             if (number, at) in position:
                 must[value] |= position[number, at]
                 may[value] |= position[number, at]
         if block.merges:
-            _propagate(block.merges, must, may)
+            propagate(block.merges, must, may)
     return ProvenanceBounds(must, may)
 
 
-def _propagate(steps: Iterable[Step], must: dict[int, int], may: dict[int, int]) -> None:
+def propagate(steps: Iterable[Step], must: dict[int, int], may: dict[int, int]) -> None:
     """The bounds of sums: those of any of their terms."""
     for out, terms, _, _ in steps:
         every, some = -1, 0

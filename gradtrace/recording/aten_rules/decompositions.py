@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import NotLinear
+from gradtrace.kernels.plain_contraction import widened
 from gradtrace.recording.aten_rules.sparse import bag_weights
 
 aten = torch.ops.aten
@@ -89,7 +90,7 @@ def _through_attention(
     if dropout_p:
         raise NotLinear("fused attention with dropout does not say what it dropped")
     dtypes = q.dtype, k.dtype, v.dtype, q.dtype if mask is None else mask.dtype
-    g, q, k, v = (_halves_as_floats(x) for x in (g, q, k, v))
+    g, q, k, v = (widened(x) for x in (g, q, k, v))
     shared = q.shape[1] // k.shape[1] if q.dim() == 4 else 1  # query heads for each key head
     if shared > 1:
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -155,16 +156,14 @@ def lstm_cell(
 
     The workspace holds the four gates (i, f, g, o), after the activations.
     """
-    i, f, g, o = _halves_as_floats(workspace).chunk(4, 1)
-    squashed = _halves_as_floats(after).tanh()
+    i, f, g, o = widened(workspace).chunk(4, 1)
+    squashed = widened(after).tanh()
     slope = o * (1 - squashed * squashed)
     none = torch.zeros_like(f)
-    into = torch.stack(
-        [g * i * (1 - i), _halves_as_floats(before) * f * (1 - f), i * (1 - g * g), none], 1
-    )
+    into = torch.stack([g * i * (1 - i), widened(before) * f * (1 - f), i * (1 - g * g), none], 1)
     last = torch.stack([none, none, none, squashed * o * (1 - o)], 1)
     each = (to_h, into * slope.unsqueeze(1) + last, slope * f), (to_c, into, f)
-    given = [(_halves_as_floats(x), gate, cell) for x, gate, cell in each if x is not None]
+    given = [(widened(x), gate, cell) for x, gate, cell in each if x is not None]
     parts = [(x.unsqueeze(1) * gate).flatten(1) for x, gate, _ in given]
     gates = _total(parts).to(workspace.dtype)
     cell = _total([x * weight for x, _, weight in given]).to(before.dtype)
@@ -181,8 +180,8 @@ def gru_cell(
     The workspace holds the gates (reset, update, new), the previous state, and the factor of the
     reset gate.
     """
-    r, z, n, h, hidden = _halves_as_floats(workspace).chunk(5, 1)
-    g = _halves_as_floats(to_h)
+    r, z, n, h, hidden = widened(workspace).chunk(5, 1)
+    g = widened(to_h)
     new = (1 - z) * (1 - n * n)
     shared = new * hidden * r * (1 - r), (h - n) * z * (1 - z)
     from_input, from_state = (
@@ -196,11 +195,6 @@ def gru_cell(
 def _total(terms: list[Tensor]) -> Tensor:
     """The sum of one or two terms."""
     return terms[0] if len(terms) == 1 else terms[0] + terms[1]
-
-
-def _halves_as_floats(x: Tensor) -> Tensor:
-    """Half precisions converted to float32, in which the fused kernels compute."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 OPENED: dict[str, Callable[..., Any]] = {
