@@ -32,9 +32,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module under each of its names, as if there were no wrappers."""
-    pending: list[tuple[str, nn.Module, frozenset[int]]] = [(name, module, frozenset())]
+    pending: list[tuple[str, nn.Module, frozenset[int]]] = [("", model, frozenset())]
     while pending:  # a generator for each module would hand on what those inside it yield
         name, module, above = pending.pop()
         module = unwrapped(module)

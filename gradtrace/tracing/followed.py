@@ -118,11 +118,9 @@ def follow_elements(
     return FollowedElements(pair, drawn, forest)
 
 
-def follow_sample(
-    traced: TracedProgram, sample: int, seed: int, max_losses: int = MAX_LOSSES
-) -> Iterator[FollowedElements]:
+def follow_sample(traced: TracedProgram, sample: int, seed: int) -> Iterator[FollowedElements]:
     """Follow the paths of ``sample`` random elements, element by element."""
-    for pair, drawn in drawn_sample(traced, sample, seed, max_losses):
+    for pair, drawn in drawn_sample(traced, sample, seed):
         yield follow_elements(traced, drawn, pair)
 
 
