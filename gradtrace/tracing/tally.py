@@ -270,7 +270,9 @@ class Tally:
         weights = [gradient]
         if self.drawn is not None:
             weights.append((gradient / self.drawn.unit).square())
-        return [backend_of(ids).tally(ids.int(), weight, count) for weight in weights]
+        there, ids = ids.unique(return_inverse=True)  # few of the leaves and sets that could be
+        found = [backend_of(ids).tally(ids.int(), weight, len(there)) for weight in weights]
+        return [(_at(there, counts, count), _at(there, sums, count)) for counts, sums in found]
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
         found = LeafCounts(self.facts.names[value], value, size, total)
@@ -369,3 +371,8 @@ def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
         counts[1] += count
         sizes[1] += size
     return Counts(counts, sizes, rows, extra, pair, 1)
+
+
+def _at(places: Tensor, some: Tensor, count: int) -> Tensor:
+    """A tensor of ``count`` numbers, 0 but for some places."""
+    return some.new_zeros(count).index_copy_(0, places, some)
