@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -968,3 +969,19 @@ def test_rows_by_name() -> None:
     assert found["0"].kind == "Linear"
     with pytest.raises(UnknownName, match="no module 'nowhere' made operators"):
         found["nowhere"]
+
+
+def test_what_is_measured_is_no_tensor_for_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors between cotangents would keep their memory from being used again."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def measured(x: Tensor, sizes: Callable[[Tensor], Tensor] = sizing.sizes) -> Tensor:
+        assert all(each() is None for each in held)
+        found = sizes(x)
+        held.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(sizing, "sizes", measured)
+    x = torch.randn(3, requires_grad=True)
+    found = gradtrace.trace(x.sin().cos().exp().sum()).flow()
+    assert len(held) > 3 and all(level.norm > 0 for level in found.profile)

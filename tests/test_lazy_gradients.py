@@ -292,3 +292,16 @@ def test_gradients_are_a_mapping_by_name() -> None:
     assert dict(found)["middle.weight"] is found["middle.weight"]
     with pytest.raises(UnknownName, match=r"middle\.weight"):
         _ = found["middle.weigth"]
+
+
+def test_small_gradients_are_dropped_where_large_ones_are() -> None:
+    """Between large ones that come and go they would keep memory from being used again."""
+    store = GradientCache(9_000, MapTable())
+    large, small = torch.ones(1 << 10), torch.ones(2)
+    store.add(0, small.clone(), False)
+    store.add(1, large, False)
+    store.add(2, large.clone(), False)  # past half of the budget
+    assert store.refused and set(store.values) == {0, 1}
+    store.add(3, small, False)
+    store.add(4, small, True)
+    assert set(store.values) == {0, 1, 4}

@@ -36,7 +36,8 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
     """The sizes of all cotangents at operators' outputs and inputs, and of leaves.
 
     One pass; each cotangent is dropped after its last use. The numbers are copied to the CPU in one
-    transfer: a sync for each would cost more than its computation.
+    transfer: a sync for each would cost more than its computation. They are rows of one table: a
+    small tensor for each would lie between the cotangents, whose memory could not be used again.
     """
     last = program.last_uses
     kept = program.kept if seed is program.seed else {}
@@ -44,8 +45,10 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
     for block in program.blocks:
         wanted.update(block.takes.values(), block.gives.values())
     values, forms = {program.root: seed}, {program.root: (seed.numel(), seed.dtype)}
+    found = {program.root: 0}  # the rows of values in ``table``
+    table = torch.zeros((len(program.steps()) + 1, 4), dtype=torch.float64, device=seed.device)
     with torch.no_grad():
-        found = {program.root: sizes(seed)}
+        table[0] = sizes(seed)
         for n, step in enumerate(program.steps()):
             known = kept.get(step.out)
             x = gradient_of(step, program.maps, values) if known is None else known
@@ -53,16 +56,18 @@ def measure(program: Program, seed: Tensor) -> dict[int, Size]:
             if step.out in wanted:
                 before = step.terms[0].value
                 moved = before in found and forms[before][1] is x.dtype and _permutes(step, program)
-                found[step.out] = found[before] if moved else sizes(x).to(seed.device)
+                found[step.out] = found[before] if moved else n + 1
+                if not moved:
+                    table[n + 1] = sizes(x)
                 forms[step.out] = (x.numel(), x.dtype)
             for value in (step.out, *(term.value for term in step.terms)):
                 if last.get(value, -1) <= n:
                     values.pop(value, None)
-    numbers = torch.stack(list(found.values())).tolist()
-    measured = {
-        value: Size(norm, largest, int(nonzero), mass, *forms[value])
-        for value, (norm, largest, nonzero, mass) in zip(found, numbers)
-    }
+    numbers = table.tolist()
+    measured = {}
+    for value, row in found.items():
+        norm, largest, nonzero, mass = numbers[row]
+        measured[value] = Size(norm, largest, int(nonzero), mass, *forms[value])
     parts = program.constants.parts
     return measured if parts is None else _over_ranks(measured, parts)
 

@@ -27,11 +27,16 @@ DEFER_MIN_ELEMENTS = 1 << 16
 """Only gradients of leaves with at least this many elements are computed lazily."""
 
 
+SMALL = 64
+"""How many times smaller than one that was not kept a gradient is to be dropped as well."""
+
+
 class GradientCache:
     """Gradients by value number, in at most ``budget`` bytes; a shared storage counts once.
 
     Results of matrix products and convolutions are expensive to recompute, so half of the budget
-    is reserved for them.
+    is reserved for them. Where large gradients are not kept, small ones are not, either: each would
+    lie where a large one was freed, whose memory the allocator could then not use again.
     """
 
     def __init__(self, budget: int, maps: MapTable) -> None:
@@ -41,6 +46,7 @@ class GradientCache:
         self.values: dict[int, Tensor] = {}
         self.storages: set[int] = set()
         self.refused = False  # whether a gradient was not kept for want of memory
+        self.least = 0  # the bytes that a gradient must have to be kept
 
     def add(self, value: int, tensor: Tensor, expensive: Block | bool) -> None:
         """Keep a gradient, if the budget allows. ``expensive``: whether it is expensive to
@@ -52,12 +58,13 @@ class GradientCache:
         storage = tensor.untyped_storage()
         place = storage._cdata
         if place not in self.storages:
-            left = self.bytes_left - storage.nbytes()
-            if left < self.budget // 2:
+            size = storage.nbytes()
+            left = self.bytes_left - size
+            if left < self.budget // 2 or size < self.least:
                 if isinstance(expensive, Block):
                     expensive = self._is_expensive(expensive)
                 if left < 0 or not expensive:
-                    self.refused = True
+                    self.refused, self.least = True, max(self.least, size // SMALL)
                     return
             self.bytes_left = left
             self.storages.add(place)
