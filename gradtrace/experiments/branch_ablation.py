@@ -40,7 +40,7 @@ import gradtrace as gt
 from gradtrace.experiments.branching import Branching, branching
 from gradtrace.experiments.contest import COSTS, Trial
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
-from gradtrace.experiments.harness.statistics import Interval
+from gradtrace.experiments.harness.statistics import Interval, with_interval
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -192,8 +192,12 @@ def _generator(cell: Cell, *what: str) -> Generator:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
-    return verdicts(facts, WHAT)
+    """The result in a sentence, and what is left of it where size cannot help."""
+    said, equal = verdicts(facts, WHAT), facts.get("equal size", {}).get("samples")
+    if not equal:
+        return said
+    best = max(RULES.values(), key=lambda name: facts["correlations"]["samples"][name][0] or -1)
+    return f"{said} Between sides of equal size influence agrees to {with_interval(equal[best])}."
 
 
 def conclude(rows: Sequence[Row]) -> Findings:

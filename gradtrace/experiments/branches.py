@@ -254,6 +254,7 @@ class Line(NamedTuple):
     line: Interval  # what the line over scalars explains
     scalars: float
     operators: float
+    more: Interval  # what a line over operators explains more than that over scalars
     both: float
     ratio: float
 
@@ -325,9 +326,16 @@ def _line(group: str, way: str, rows: list[Row]) -> Line:
         bootstrap(points, lambda some: explained([[p[0] for p in some]], [p[2] for p in some])),
         explained([size], time),
         explained([operators], time),
+        bootstrap(points, _explained_more, rounds=1000),
         explained([size, operators], time),
         float(np.median([quotient(_time(r, way), _time(r, TORCH)) for r in rows])),
     )
+
+
+def _explained_more(points: Sequence[tuple[float, float, float]]) -> float:
+    """R² over operators less R² over scalars."""
+    size, operators, time = (list(column) for column in zip(*points))
+    return explained([operators], time) - explained([size], time)
 
 
 def _slope(points: Sequence[tuple[float, float, float]]) -> float:
@@ -392,13 +400,14 @@ def _of_group(lines: list[Line], rows: list[Row]) -> str:
     )
     if not bent:
         return f"{text}all times are lines (R² of {LINEAR} or more), as the chapter says."
-    better = [x.way for x in lines if x.way in bent and x.operators > x.scalars]
+    better = [x for x in lines if x.way in bent and x.more.sign > 0]
     if straight:
         text += f"{_list(straight)} linear (R² of {LINEAR} or more), {_list(bent)} not."
     else:
         text += f"no way's R² reaches {LINEAR}, so the chapter's plain line is too simple here."
     if better:
-        text += f" The number of operators explains more than size does of {listed(better)}."
+        more = [f"{x.way} ({with_interval(x.more, '+.2f')} of R²)" for x in better]
+        text += f" The number of operators explains more than size does of {listed(more)}."
     return text
 
 
@@ -418,10 +427,13 @@ def _fits(lines: list[Line]) -> Table:
         (
             *("networks", "pass", "how many", "ns a scalar", "low", "high"),
             *("R² over scalars", "R², low", "R², high"),
-            *("R² over operators", "R² over both", "times PyTorch's, median"),
+            *("R² over operators", "more than scalars", "R² over both", "times PyTorch's, median"),
         ),
         tuple(
-            (x.group, x.way, x.networks, *x.slope, *x.line, x.operators, x.both, x.ratio)
+            (
+                *(x.group, x.way, x.networks, *x.slope, *x.line),
+                *(x.operators, with_interval(x.more, "+.2f"), x.both, x.ratio),
+            )
             for x in lines
         ),
         "Low and high: 95% intervals of what stands before, from a bootstrap over networks.",

@@ -52,7 +52,7 @@ def findings(rows: Sequence[Row]) -> Findings:
         "by_layers": {kind: growth_by_layers(trained, kind) for kind in KINDS},
         "by_graph": {model.title: growth_by_graph(model) for model in trained},
         "cost": {str(layers): cost_facts(some) for layers, some in timed.items()},
-        "devices": sorted({row.result["device"] for row in rows}),
+        "devices": sorted({str(row.result["device"]) for row in rows}),
     }
     tables = (_learning(trained), _influence(trained, changes), _paths(trained), _fits(facts))
     more = (_sizes(trained), _cost_table(facts["cost"], timed)) if timed else (_sizes(trained),)

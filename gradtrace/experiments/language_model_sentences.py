@@ -86,8 +86,9 @@ def _on_learning(facts: Mapping[str, Any]) -> str:
         )
     source = next(iter(facts["learned"].values()))["source"]
     return (
-        f"After training, of up to {facts['seeds']} seeds, the least possible loss is "
-        f"{told(source, '.2f')} nats a word. {' '.join(said)}"
+        f"All models were trained on {' and '.join(facts['devices'])}. After training, of up to "
+        f"{facts['seeds']} seeds, the least possible loss is {told(source, '.2f')} nats a word. "
+        f"{' '.join(said)}"
     )
 
 

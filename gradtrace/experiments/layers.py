@@ -347,20 +347,21 @@ def _sentence(depths: Sequence[int], facts: Mapping[str, Any], fits: Mapping[str
         listed = ", ".join(f"{way} (power {with_interval(powers[way])})" for way in bent)
         told.append(f"{'not' if straight else 'Time is not'} linear here for {listed}")
     return (
-        f"{'; '.join(told)}. {_of_a_layer(fits[PYTORCH].slope, facts['ratio'])} "
+        f"{'; '.join(told)}. {_of_a_layer(fits[PYTORCH].slope, facts['ratio_by_seed'])} "
         f"{_stack(facts['refused_from'])}{_about_spikes(len(depths), facts)}"
     )
 
 
-def _of_a_layer(seconds: float, ratio: Mapping[str, float]) -> str:
-    """What PyTorch takes, and how many times that the others do."""
-    if not all(map(isfinite, (seconds, *ratio.values()))):
+def _of_a_layer(seconds: float, found: Mapping[str, Sequence[float]]) -> str:
+    """What PyTorch takes, and how many times that the others do, with intervals over seeds."""
+    if not all(map(isfinite, (seconds, *(each[0] for each in found.values())))):
         return "What a layer takes cannot be told."
+    ratio = {way: with_interval(each, ".2f") for way, each in found.items()}
     return (
-        f"A layer takes PyTorch {seconds * 1e6:.0f} µs, our engine {ratio['kahn']:.1f} times that "
-        f"by Kahn's schedule, {ratio['creation']:.1f} in creation order and "
-        f"{ratio['recursive']:.1f} by recursion, recording {ratio[RECORDING]:.1f} and an influence "
-        f"trace {ratio[INFLUENCE]:.1f}."
+        f"A layer takes PyTorch {seconds * 1e6:.0f} µs, our engine {ratio['kahn']} times that "
+        f"by Kahn's schedule, {ratio['creation']} in creation order and "
+        f"{ratio['recursive']} by recursion, recording {ratio[RECORDING]} and an influence "
+        f"trace {ratio[INFLUENCE]} (95% intervals over seeds)."
     )
 
 

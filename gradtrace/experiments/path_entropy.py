@@ -225,9 +225,11 @@ def headline(facts: Mapping[str, Any]) -> str:
     high = max(found, key=int)
     words = "more paths" if facts["grows trained"] else "not always more paths"
     near = sum(abs(each) <= NEAR for each in apart.values())
+    off = facts.get("farthest")
+    far = f" (the farthest off by {with_interval(off)})" if off else ""
     return (
         f"Trained as Du et al. did, networks give {near} of their {len(apart)} mean entropies "
-        f"within {NEAR} nats. In wider networks gradient is spread over {words} "
+        f"within {NEAR} nats{far}. In wider networks gradient is spread over {words} "
         f"({with_interval(found[high])} nats with {high} hidden units)."
     )
 
@@ -257,6 +259,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         "above": {str(w): found.above(w, found.last, THEIR_LOSS) for w in found.widths},
         "operator": max(found.operator(w, e) for w in found.widths for e in found.epochs),
         "apart": {str(w): found.apart(w).value for w in found.widths if w in THEIRS},
+        "farthest": _farthest(found),
     }
     return Findings(
         sentence(found),
@@ -367,6 +370,13 @@ def distances(found: Found) -> str:
         f"as the authors did, networks give "
         f"{'the published numbers' if near == len(apart) else 'not all of the published numbers'}."
     )
+
+
+def _farthest(found: Found) -> list[float | None]:
+    """The mean that is farthest from the published one: by how much, with its interval."""
+    apart = [found.apart(w) for w in found.widths if w in THEIRS]
+    most = max(apart, key=lambda each: abs(each.value), default=None)
+    return [x if math.isfinite(x) else None for x in most] if most else []
 
 
 def compared(found: Found) -> str:

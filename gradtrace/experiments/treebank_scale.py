@@ -57,6 +57,12 @@ from gradtrace.experiments.harness.interleaved_timing import (
     told,
 )
 from gradtrace.experiments.harness.peak_memory import apart, beyond
+from gradtrace.experiments.harness.statistics import (
+    Interval,
+    geometric,
+    student,
+    with_interval,
+)
 
 QUICK = {"words": 1_000, "units": 100, "steps": [10, 20, 40], "rounds": 3}
 FULL = {"words": 10_000, "units": 1_000, "steps": [*range(10, 101, 10)], "rounds": 3}
@@ -264,6 +270,7 @@ class Point(NamedTuple):
     result: Result
     times: dict[str, float]
     memory: dict[str, float]
+    by_seed: dict[int, dict[str, float]]
 
 
 def headline(facts: Mapping[str, Any]) -> str:
@@ -312,7 +319,10 @@ def _points(rows: Sequence[Row]) -> list[Point]:
         same = sorted((r for r in rows if r.cell["steps"] == steps), key=lambda r: r.cell["seed"])
         times = {way: median(r.result["seconds"][way] for r in same) * 1e3 for way in WAYS}
         memory = {k: median(r.result["memory"][k] for r in same) for k in same[0].result["memory"]}
-        found.append(Point(steps, same[0].result, times, memory))
+        by_seed = {
+            r.cell["seed"]: {way: r.result["seconds"][way] * 1e3 for way in WAYS} for r in same
+        }
+        found.append(Point(steps, same[0].result, times, memory, by_seed))
     return found
 
 
@@ -393,16 +403,28 @@ def _on_cost(points: list[Point], sizes: tuple[int, int]) -> str:
     steps = [float(p.steps) for p in points]
     time = linear_fit(steps, [p.times[TRACING] for p in points])
     memory = linear_fit(steps, [p.memory[TRACING] for p in points])
-    ratios = [quotient(p.times[TRACING], p.times[TORCH]) for p in points]
+    slope, ratio = _over_seeds(points)
     last = points[-1]
     return (
         f"With {sizes[0]:,} words and {sizes[1]:,} units, n = {points[0].steps} to {last.steps}, "
-        f"an influence trace takes {told(time.slope, '.3g')} ms a step ({_verdict(time)}). That is "
-        f"{told(min(ratios), '.1f')} to {told(max(ratios), '.1f')} times loss.backward(). At n = "
+        f"an influence trace takes {with_interval(slope, '.1f')} ms a step ({_verdict(time)}), "
+        f"{with_interval(ratio)} times loss.backward() (intervals over seeds). At n = "
         f"{last.steps} it takes {told(last.memory[TRACING], '.0f')} MiB beyond model and "
         f"activations ({told(memory.slope, '+.2g')} MiB a step, {_verdict(memory)}), where "
         f"loss.backward() takes {told(last.memory[TORCH], '.0f')}."
     )
+
+
+def _over_seeds(points: list[Point]) -> tuple[Interval, Interval]:
+    """Of an influence trace, the milliseconds a step and the ratio to PyTorch's pass."""
+    seeds = [seed for seed in points[0].by_seed if all(seed in p.by_seed for p in points)]
+    steps = [float(p.steps) for p in points]
+    slopes = [linear_fit(steps, [p.by_seed[s][TRACING] for p in points]).slope for s in seeds]
+    ratios = [
+        geometric([quotient(p.by_seed[s][TRACING], p.by_seed[s][TORCH]) for p in points]).value
+        for s in seeds
+    ]
+    return student(slopes), geometric(ratios)
 
 
 def _verdict(fit: Fit) -> str:

@@ -82,7 +82,7 @@ def test_what_no_sample_sees_stays_of_the_start(found: Findings) -> None:
     assert facts["converged"][0] >= 2
     assert 0.5 < facts["left"]["5"][0] < 0.95  # 0.75 is expected
     assert facts["left"]["40"][0] < 1e-4
-    few = facts["ends"]["5"]
+    few = {start: found[0] for start, found in facts["ends"]["5"].items()}
     assert few["prior"] < few["zeros"] < few["wrong prior"]
     assert few["wrong prior"] == pytest.approx(2 * few["zeros"], rel=1e-4)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import inf, isfinite, isnan
+from math import exp, inf, isfinite, isnan, log
 from typing import TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
     "Interval",
     "Trend",
     "bootstrap",
+    "geometric",
     "medians",
     "percentiles",
     "pooled",
@@ -113,6 +114,17 @@ def student(values: Sequence[float], tests: int = 1) -> Interval:
     half *= float(found.std(ddof=1)) / len(found) ** 0.5
     value = float(found.mean())
     return Interval(value, value - half, value + half)
+
+
+def geometric(values: Sequence[float]) -> Interval:
+    """The geometric mean of a few independent values, with Student's interval of their logarithms;
+    values that have none are left out.
+
+    >>> geometric([1.0, 10.0, 100.0])
+    Interval(value=10.0..., low=0.03..., high=3048.8...)
+    """
+    found = student([log(value) for value in values if value > 0])
+    return Interval(*(exp(min(x, 709.0)) for x in found))
 
 
 def student_quantile(share: float, freedom: int) -> float:

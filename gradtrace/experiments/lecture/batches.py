@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
+from math import isfinite
 from statistics import mean
 from typing import Any
 
@@ -33,6 +34,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
+from gradtrace.experiments.harness.statistics import geometric, student, with_interval
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.descent import Point, descend, gradient, marks, minimum
 from gradtrace.experiments.lecture.optimisers import Descent, constant
@@ -188,8 +190,25 @@ def conclude(rows: Sequence[Row]) -> Findings:
         f"{batch[0].cell['rate']:g}, {batch[0].cell['samples']} samples, means of "
         f"{batch[0].cell['runs']} runs",
     )
-    facts = _facts(table, [row for row in rows if row.cell["kind"] == "starts"])
+    facts = _facts(table, [row for row in rows if row.cell["kind"] == "starts"]) | {
+        "small_over_batch": [
+            _ratio(batch, sizes, lambda row: _after(row, row.cell["samples"])),
+            _ratio(batch, sizes, lambda row: row.result["floor"]),
+        ]
+    }
     return Findings(_sentence(table, sizes, facts), (table,), (_plot(batch, sizes),), facts)
+
+
+def _ratio(
+    rows: Sequence[Row], sizes: Sequence[int], take: Callable[[Row], float]
+) -> list[float | None]:
+    """The smallest batch's over the largest's, of the same seed, with its interval over seeds."""
+    ends: dict[int, dict[int, float]] = {}
+    for row in rows:
+        ends.setdefault(row.cell["seed"], {})[row.cell["size"]] = take(row)
+    few, many = sizes[0], sizes[-1]
+    found = geometric([e[few] / e[many] for e in ends.values() if e.get(few) and e.get(many)])
+    return [x if isfinite(x) else None for x in found]
 
 
 def _after(row: Row, seen: int) -> float:
@@ -210,6 +229,10 @@ def _facts(table: Table, starts: Sequence[Row]) -> dict[str, Any]:
         "large_ends_lower": _ordered(columns[5]),
         "starts": runs,
         "reached": sum(row.result["reached"] for row in starts),
+        "share": [
+            x if isfinite(x) else None
+            for x in student([row.result["reached"] / row.result["runs"] for row in starts])
+        ],
         "stuck": sum(row.result["stuck"] for row in starts),
         "below": max((row.result["below"] for row in starts), default=0.0),
     }
@@ -223,22 +246,23 @@ def _sentence(table: Table, sizes: Sequence[int], facts: Mapping[str, Any]) -> s
     first, last = table.rows[0], table.rows[-1]
     ratios = facts["noise_over_formula"][:-1]
     early = "lower" if facts["small_learns_first"] else "NOT lower"
+    once, often = (with_interval(each, ".2g") for each in facts["small_over_batch"])
     text = (
         f"R(P,Q): the noise of a batch's gradient is {min(ratios):.2f} to {max(ratios):.2f} times "
         f"S²/B·(N-B)/(N-1). After one pass over the data stochastic descent (B = 1) has an excess "
-        f"loss of {first[3]:.2g}, {early} than batch descent's {last[3]:.2g}; after equally many "
-        f"updates it is {first[5]:.2g} against {last[5]:.2g}, "
+        f"loss of {first[3]:.2g}, {early} than batch descent's {last[3]:.2g} (ratio {once}); after "
+        f"equally many updates it is {first[5]:.2g} against {last[5]:.2g} (ratio {often}), "
         + ("falling with each larger B." if facts["large_ends_lower"] else "not falling with B.")
     )
     if facts["starts"]:
+        share = with_interval(facts["share"], percent=True)
+        text += f" Of {facts['starts']} random starts {facts['reached']} ({share}) reach the best "
         text += (
-            f" Of {facts['starts']} random starts {facts['reached']} reach the best minimum, "
-            f"{facts['stuck']} come to rest elsewhere (slope below {REST:g}: a local minimum or a "
-            "plateau), the others are still on their way: as the lecture says, descent need not "
-            "find the global minimum."
+            f"minimum, {facts['stuck']} come to rest elsewhere (slope below {REST:g}: a local "
+            "minimum or a plateau), the others are still on their way: as the lecture says, "
+            "descent need not find the global minimum."
             if facts["stuck"]
-            else f" Of {facts['starts']} random starts {facts['reached']} reach the best minimum "
-            "and none came to rest elsewhere."
+            else "minimum and none came to rest elsewhere."
         )
     if facts["below"] > CLOSE:
         text += f" A start went {facts['below']:.1e} below what was taken for the best minimum."

@@ -30,7 +30,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.statistics import student
+from gradtrace.experiments.harness.statistics import student, with_interval
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.descent import Point, descend, minimum
 from gradtrace.experiments.lecture.optimisers import Descent, constant
@@ -150,13 +150,15 @@ def _left(row: Row, start: int) -> float:
 
 
 def _linear_facts(rows: Sequence[Row]) -> dict[str, Any]:
-    ends: dict[str, dict[str, float]] = {}
+    ends: dict[str, dict[str, list[float | None]]] = {}
     left: dict[str, list[float | None]] = {}
     for n in sorted({row.cell["samples"] for row in rows}):
         some = [row for row in rows if row.cell["samples"] == n]
-        ends[str(n)] = {s: mean(r.result["after"][i] for r in some) for i, s in enumerate(STARTS)}
+        ends[str(n)] = {
+            s: _known(student([r.result["after"][i] for r in some])) for i, s in enumerate(STARTS)
+        }
         found = student([mean(_left(r, i) for i in range(len(STARTS))) for r in some])
-        left[str(n)] = [x if math.isfinite(x) else None for x in found]
+        left[str(n)] = _known(found)
     below = [row for row in rows if row.result["bound"] < 1e-6]
     return {
         "ends": ends,
@@ -164,6 +166,10 @@ def _linear_facts(rows: Sequence[Row]) -> dict[str, Any]:
         "exact": max((row.result["exact"] for row in below), default=None),
         "converged": [len(below), len(rows)],
     }
+
+
+def _known(found: Sequence[float]) -> list[float | None]:
+    return [x if math.isfinite(x) else None for x in found]
 
 
 def _interval(values: Sequence[float | None]) -> str:
@@ -185,7 +191,7 @@ def _linear_sentence(facts: Mapping[str, Any]) -> str:
         f"Initialisation from a prior: of the squared error of a start descent leaves, for {WIDTH} "
         f"weights,{algebra} with {' and with '.join(parts)}. With the fewest samples the end is "
         "off by "
-        + ", ".join(f"{value:.2f} from {start}" for start, value in few.items())
+        + ", ".join(f"{_interval(found)} from {start}" for start, found in few.items())
         + " (of the truth's size): the start is part of the answer, for better and worse."
     )
 
@@ -201,8 +207,8 @@ def _linear_table(rows: Sequence[Row]) -> Table:
                     n,
                     start,
                     mean(row.result["before"][i] for row in some),
-                    mean(row.result["after"][i] for row in some),
-                    _interval([x if math.isfinite(x) else None for x in left]),
+                    _interval(_known(student([row.result["after"][i] for row in some]))),
+                    _interval(_known(left)),
                     max(0.0, 1 - n / WIDTH),
                 )
             )
@@ -217,9 +223,8 @@ def _program_facts(rows: Sequence[Row]) -> dict[str, Any]:
         each = [[i for i in row.result["arrived"][kind] if i >= 0] for row in rows]
         every = len(rows[0].result["arrived"][kind])
         found = student([len(one) / every for one in each])
-        shares[kind] = [x if math.isfinite(x) else None for x in found]
-        known = [i for one in each for i in one]
-        updates[kind] = median(known) if known else None
+        shares[kind] = _known(found)
+        updates[kind] = _known(student([median(one) for one in each if one]))
     return {"arrived": shares, "updates": updates}
 
 
@@ -229,9 +234,9 @@ def _program_sentence(facts: Mapping[str, Any]) -> str:
     known = None not in (signs[1], nothing[2])
     helps = "help" if known and signs[1] > nothing[2] else "do not clearly help"
     counts = ", ".join(
-        f"{kind} {facts['updates'][kind]:.0f}"
+        f"{kind} {with_interval(facts['updates'][kind], '.0f')}"
         for kind in KINDS
-        if facts["updates"][kind] is not None
+        if facts["updates"][kind][0] is not None
     )
     return (
         f"R(P,Q): the share of starts that reach the best minimum is {said}; median updates of "
@@ -240,7 +245,10 @@ def _program_sentence(facts: Mapping[str, Any]) -> str:
 
 
 def _program_table(facts: Mapping[str, Any], seeds: int) -> Table:
-    lines = tuple((k, _interval(facts["arrived"][k]), facts["updates"][k]) for k in KINDS)
+    lines = tuple(
+        (k, _interval(facts["arrived"][k]), with_interval(facts["updates"][k], ".0f"))
+        for k in KINDS
+    )
     note = f"excess loss below {GOAL:g}; descent at {RATE:g}; 95% intervals over {seeds} seeds"
     columns = ("what is known", "share that arrives", "median updates")
     return Table("Priors: R(P,Q) from many starts", columns, lines, note)

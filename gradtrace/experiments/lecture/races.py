@@ -27,10 +27,12 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
+from gradtrace.experiments.harness.statistics import Interval, student, with_interval
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.batches import OFFSET
 from gradtrace.experiments.lecture.descent import Loss, Point, Rule, descend, minimum
 from gradtrace.experiments.lecture.optimisers import AdaGrad, AdamW, Descent, Momentum, constant
+from gradtrace.experiments.rivals import listed
 
 RULES: dict[str, Callable[[float], Rule]] = {
     "descent": lambda rate: Descent(constant(rate)),
@@ -142,13 +144,28 @@ def conclude(rows: Sequence[Row]) -> Findings:
     return Findings(_sentence(table, facts), (table,), plots, facts)
 
 
+def _updates(rows: Sequence[Row]) -> Interval:
+    """Updates of the runs that arrived, with the interval over seeds."""
+    return student([r.result["updates"] for r in rows if r.result["updates"] is not None])
+
+
+def _is_alike(rows: Sequence[Row], others: Sequence[Row]) -> bool:
+    """Whether two optimisers cannot be told apart by their updates, seed by seed."""
+    ours, theirs = (
+        {row.cell["seed"]: row.result["updates"] for row in some} for some in (rows, others)
+    )
+    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+    found = student([a - b for a, b in pairs if a is not None and b is not None])
+    return found.low <= 0 <= found.high
+
+
 def _line(rows: Sequence[Row]) -> tuple[str | float | None, ...]:
     counts = [row.result["updates"] for row in rows if row.result["updates"] is not None]
     ends = [row.result["end"] for row in rows if row.result["end"] is not None]
     rates = sorted({row.result["rate"] for row in rows})
     return (
         ", ".join(f"{rate:.3g}" for rate in rates),
-        mean(counts) if counts else None,
+        with_interval(_updates(rows), ".1f") if counts else None,
         f"{len(counts)} of {len(rows)}",
         mean(ends) if ends else None,
     )
@@ -162,6 +179,18 @@ def _facts(groups: Mapping[tuple[str, str], Sequence[Row]]) -> dict[str, Any]:
         known = [c for c in counts if c is not None]
         updates[f"{problem}: {rule}"] = mean(known) if len(known) == len(counts) else None
     facts: dict[str, Any] = {"updates": dict(sorted(updates.items())), "edge": _edge(groups)}
+    facts["intervals"] = {
+        f"{problem}: {rule}": [x if math.isfinite(x) else None for x in _updates(rows)]
+        for (problem, rule), rows in groups.items()
+    }
+    facts["alike"] = {
+        f"{problem}: {rule}": [
+            other
+            for name, other in groups
+            if name == problem and other != rule and _is_alike(rows, groups[name, other])
+        ]
+        for (problem, rule), rows in groups.items()
+    }
     for name, root in zip(TUNED, (1, 2)):
         for row in groups.get(("valley", name), ()):
             k = row.cell["condition"] ** (1 / root)
@@ -203,9 +232,21 @@ def _sentence(table: Table, facts: Mapping[str, Any]) -> str:
         arrived = sorted((v, k) for k, v in counts.items() if v is not None)
         missing = [k for k, v in counts.items() if v is None]
         place = "In the valley" if problem == "valley" else f"On {problem}"
-        (few, first), (many, last) = (arrived[0], arrived[-1]) if arrived else ((0, "–"), (0, "–"))
+        first, last = (arrived[0][1], arrived[-1][1]) if arrived else ("–", "–")
+        few, many = (
+            with_interval(facts["intervals"].get(f"{problem}: {rule}", [0, None, None]), ".0f")
+            for rule in (first, last)
+        )
+        fewer, more = (
+            f" (not surely {word} than {listed(others)})" if others else ""
+            for word, others in (
+                ("fewer", facts["alike"].get(f"{problem}: {first}")),
+                ("more", facts["alike"].get(f"{problem}: {last}")),
+            )
+        )
         text = (
-            f"{place} {first} needs the fewest updates, {few:.0f}, and {last} the most, {many:.0f}"
+            f"{place} {first} needs the fewest updates, {few}{fewer}, and {last} the most, "
+            f"{many}{more}"
         )
         if missing:
             text += f" (not reached in each run by {', '.join(missing)})"

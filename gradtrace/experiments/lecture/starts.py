@@ -31,6 +31,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
+from gradtrace.experiments.harness.statistics import geometric, student, with_interval
 
 SCALES = {"small": 0.25, "Xavier": 1.0, "He": 2.0, "large": 4.0}
 """``n · Var W`` of each initialisation."""
@@ -171,7 +172,7 @@ def _line(rows: Sequence[Row]) -> tuple[str | float, ...]:
     factor = _mean(found["measured"])
     return (
         SCALES[cell["start"]],
-        factor,
+        _told(found["measured"]),
         found["theory"],
         factor ** (1 / (cell["depth"] - 1)),
         ", ".join(found["verdicts"]),
@@ -187,15 +188,18 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
             continue
         best = min(means, key=lambda start: _far(means[start]))
         words = ", ".join(
-            f"{start} {means[start]:.1e} ({_word(means[start])})"
+            f"{start} {_told(factors[start]['measured'])} ({_word(means[start])})"
             for start in SCALES
             if start in means
         )
         wanted = {"tanh": "Xavier", "ReLU": "He"}[shape]
         as_said = "as the rule says" if best == wanted else f"where the rule says {wanted}"
+        least = f"{best} changes it least, {as_said}"
+        if best != wanted and wanted in factors and _is_as_far(factors[best], factors[wanted]):
+            least = f"{best} and {wanted}, which the rule says, change it equally little"
         if shape == "tanh" and best == "He":
-            as_said += f" (by theory it is Xavier from {crossing()} layers on)"
-        said.append(f"With {shape}: {words}; {best} changes it least, {as_said}.")
+            least += f" (by theory it is Xavier from {crossing()} layers on)"
+        said.append(f"With {shape}: {words}; {least}.")
         for found in factors.values():
             off += [_far(m / found["theory"]) / (depth - 1) for m in found["measured"]]
     away = 100 * (math.exp(max(off)) - 1)
@@ -205,6 +209,18 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
         + " ".join(said)
         + f" A layer's factor {theory} mean-field theory."
     )
+
+
+def _is_as_far(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether seeds do not tell which of two factors is farther from 1."""
+    pairs = zip(ours["measured"], theirs["measured"])
+    found = student([_far(a) - _far(b) for a, b in pairs])
+    return found.low <= 0 <= found.high
+
+
+def _told(measured: Sequence[float]) -> str:
+    """The geometric mean, with its interval over seeds."""
+    return with_interval(geometric(measured) if all(measured) else [0.0], ".1e")
 
 
 def _word(factor: float) -> str:

@@ -26,6 +26,8 @@ from gradtrace.experiments.harness.findings import (
     Tick,
 )
 from gradtrace.experiments.harness.interleaved_timing import told
+from gradtrace.experiments.harness.statistics import Interval, with_interval
+from gradtrace.experiments.harness.statistics import geometric as interval
 from gradtrace.experiments.slides.gradients import (
     EPSILON,
     ORDER,
@@ -105,6 +107,8 @@ def _bottoms(curves: Mapping[tuple[str, str, str], Sequence[Result]]) -> dict[st
         arms = [_arms(r, step) for r, (_, step) in zip(results, least)]
         own = max(r["analytic"] for r in results)
         found[" ".join(key)] = {
+            "steps": [step for _, step in least],
+            "errors": [error for error, _ in least],
             "step": geometric([step for _, step in least]),
             "theory": best_step(scheme, kind),
             "error": geometric([error for error, _ in least]),
@@ -131,6 +135,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+def _over_seeds(functions: Sequence[Sequence[float]]) -> Interval:
+    """The geometric mean over functions, with its interval over seeds."""
+    return interval([geometric(values) for values in zip(*functions)])
+
+
 def _sentence(curves: Mapping[str, Any]) -> str:
     shaped = sum(one["u"] for one in curves.values())
     said = []
@@ -138,12 +147,14 @@ def _sentence(curves: Mapping[str, Any]) -> str:
         for scheme in ORDER:
             some = [one for key, one in curves.items() if key.endswith(f"{kind} {scheme}")]
             if some:
-                step = geometric([one["step"] for one in some])
-                error = geometric([one["error"] for one in some])
+                step, error = (
+                    with_interval(_over_seeds([one[key] for one in some]), ".0e")
+                    for key in ("steps", "errors")
+                )
                 said.append(
-                    f"{scheme.capitalize()} differences in {kind} are best at h = "
-                    f"{told(step, '.0e')} (theory {some[0]['theory']:.0e}), with an error of "
-                    f"{told(error, '.0e')} ({some[0]['error_theory']:.0e})."
+                    f"{scheme.capitalize()} differences in {kind} are best at h = {step} (theory "
+                    f"{some[0]['theory']:.0e}), with an error of {error} "
+                    f"({some[0]['error_theory']:.0e})."
                 )
     exact = [one["analytic"] for key, one in curves.items() if key.startswith("wave float64")]
     if exact:
