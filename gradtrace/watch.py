@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.autodiff.loss_checks import isolated, unseen_modules, unwatched
 from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, OUTSIDE, ModuleCall, ThreadCall
 from gradtrace.autodiff.nodes import annotate, maker_of, next_sequence
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.autodiff.sharded_hooks import QUIET
-from gradtrace.autodiff.unwatched import unseen_modules, unwatched
 from gradtrace.diagnosis import (
     Diagnosis,
     Finding,

@@ -215,7 +215,7 @@ def resident(model: ShardedModel) -> Iterator[Residency]:
         found.close()
 
 
-def unwatched(leaf: Tensor) -> Unsupported:
+def freed_leaf(leaf: Tensor) -> Unsupported:
     """The error for a leaf whose memory is FSDP's, in a graph that was not watched."""
     return Unsupported(
         f"a leaf of shape {tuple(leaf.shape)} is a parameter that fully_shard has sharded, and its "
