@@ -233,7 +233,7 @@ def read_published(blob: bytes, folder: Path) -> None:
 
     path = folder / "file.rows.jsonl.gz"
     path.write_bytes(gzip.compress(blob, 1) if b"cell" in blob else blob)
-    asked = ExperimentOptions(rows=path, out=folder / "out", docs=folder / "docs")
+    asked = ExperimentOptions(rows=(path,), out=folder / "out", docs=folder / "docs")
     run([ExperimentSource.of(folder / "mine.py")], asked, lambda _: None)
 
 

@@ -382,6 +382,10 @@ def test_states_that_are_none_are_refused() -> None:
         {"python cached": torch.zeros(2, dtype=torch.float64)},
         {"numpy": whole["numpy"].float()},
         {"cuda x": whole["cpu"]},
+        {"cuda 0": whole["cpu"].float()},
+        {"cpu": whole["cpu"].float()},
+        {"cpu": whole["cpu"][:100]},
+        {"cpu": torch.full_like(whole["cpu"], 255)},
     ):
         with pytest.raises(ValueError, match="generator"):
             RandomState.of({**whole, **change})

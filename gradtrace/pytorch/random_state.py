@@ -93,6 +93,12 @@ class RandomState:
         cuda = {name: state for name, state in tensors.items() if name.startswith("cuda ")}
         if "cpu" not in tensors or not all(name[5:].isdecimal() for name in cuda):
             raise ValueError("the states of random number generators are incomplete")
+        try:
+            torch.Generator().set_state(tensors["cpu"])
+        except (RuntimeError, TypeError) as error:
+            raise ValueError("the state of the generator of the CPU is none") from error
+        if any(state.dtype is not torch.uint8 or state.dim() != 1 for state in cuda.values()):
+            raise ValueError("the state of the generator of a GPU is none")
         found = cls(tensors["cpu"], {int(name[5:]): state for name, state in cuda.items()})
         if "python" in tensors:
             words, cached = _words(tensors, "python")

@@ -99,7 +99,8 @@ def test_equal_rows_are_equal_files_and_nothing_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["none", "no gzip", "torn", "a row less", "a bad row", "no header"]
+    "case",
+    ["none", "no gzip", "torn", "a row less", "a bad row", "no header", "half a pair", "no number"],
 )
 def test_a_file_that_is_not_whole_is_told(tmp_path: Path, case: str) -> None:
     path = tmp_path / "rows.jsonl.gz"
@@ -111,6 +112,8 @@ def test_a_file_that_is_not_whole_is_told(tmp_path: Path, case: str) -> None:
         "a row less": gzip.compress(header),
         "a bad row": gzip.compress(header + row.replace(b"cell", b"sell")),
         "no header": gzip.compress(row + row),
+        "half a pair": gzip.compress(header.replace(b'"name":"', b'"name":"\\uD800') + row),
+        "no number": gzip.compress(header.replace(b'{"n":1}', b'{"n":NaN}') + row),
     }
     if case != "none":
         path.write_bytes(bad[case])

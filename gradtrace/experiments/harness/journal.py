@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.findings import Cell, Result
 from gradtrace.io import jsonl, schemas
-from gradtrace.io.strict_json import parse
+from gradtrace.io.strict_json import parse_encodable
 from gradtrace.io.validation import SchemaMismatch
 
 SCHEMA = 1
@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         if not line.endswith(b"\n"):
             return  # an incomplete last line
         try:
-            row = parse(line, nan=True)
+            row = parse_encodable(line, nan=True)
             if number == 1:
                 _check_version(row, path)
             schemas.ROWS["header" if number == 1 else "row"](row)

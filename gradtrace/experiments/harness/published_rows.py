@@ -26,7 +26,7 @@ from gradtrace.experiments.harness.findings import Cell, Row
 from gradtrace.experiments.harness.journal import JournalEntry, key
 from gradtrace.io import atomic_files, jsonl, schemas, tuning
 from gradtrace.io.atomic_files import WRITER_HINT, BadFile
-from gradtrace.io.strict_json import parse, weight
+from gradtrace.io.strict_json import parse_encodable, weight
 from gradtrace.io.validation import SchemaMismatch
 
 FILE = "rows.jsonl.gz"
@@ -76,7 +76,7 @@ def unpacked(path: Path) -> PublishedRows:
         if taken > tuning.JSON_MAX_BYTES or number > 1 + ran.get("cells", number):
             raise GradtraceError(f"{path} has more rows than it says, or than fit: {WRITER_HINT}")
         try:
-            row = parse(line, nan=True)
+            row = parse_encodable(line, nan=number > 1)
             schemas.ROWS["published" if number == 1 else "row"](row)
         except SchemaMismatch as error:
             raise GradtraceError(f"{path}, line {number} is damaged ({error})") from error
