@@ -248,8 +248,9 @@ def headline(facts: Mapping[str, Any], what: str) -> str:
     )
     word = verdict(found[ours], n).replace("cannot tell", "cannot be told to predict")
     return (
-        f"Influence {word} {what}: by rank it agrees to {found[ours]}, where 0 is chance and 1 "
-        f"perfect; the best score that needs no tracing, {best}, agrees to {found[best]}."
+        f"Influence {word} {what}: by rank the better rule agrees to {found[ours]}, where 0 is "
+        f"chance and 1 perfect; the best score that needs no tracing, {best}, agrees to "
+        f"{found[best]}."
     )
 
 
@@ -297,8 +298,8 @@ def correlations(
         rows.append((measure, *map(str, found), word, f"{hit:.0%} ({chance:.0%})"))
     note = (
         f"Rank correlation within rivals over {len(networks)} networks, with 95% intervals from a "
-        f"bootstrap over networks. The verdict is on {costs[first]}, and so is the share of rivals "
-        "in which the highest score is the dearest to remove (by chance)."
+        f"bootstrap over networks, each for itself. The verdict is on {costs[first]}, and so is "
+        "the share of rivals in which the highest score is the dearest to remove (by chance)."
     )
     if drawn:
         note += f" {ONE_TASK if is_one_task(drawn) else TASKS_DRAWN}"

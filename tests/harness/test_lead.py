@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import textwrap
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ def test_the_list_has_the_sentences() -> None:
     assert text == page.index(
         sorted(map(stored, PAGES), key=lambda data: text.index(f"]({results.name(data)}.md)"))
     )
+    lines = [line for part in text.split("\n") for line in textwrap.wrap(part, 100) or [""]]
+    assert len(lines) <= 80  # two screens
 
 
 def test_results_of_older_versions_and_of_others_lead_with_what_they_have() -> None:
