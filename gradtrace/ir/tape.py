@@ -83,10 +83,11 @@ def parts_of(held: object, tensors: list[Tensor]) -> Any:
         tensors.append(held)
         return held.dtype, held.device, held.shape, held.stride()
     if isinstance(held, Map):
-        return type(held), [
-            held_here if name in SHAPES else parts_of(held_here, tensors)
-            for name, held_here in attributes(held)
-        ]
+        found: list[Any] = [type(held)]
+        for name, each in attributes(held):
+            kind = type(each)
+            found.append(each if name in SHAPES or kind is str else parts_of(each, tensors))
+        return found
     if isinstance(held, float):
         return float, held.hex()  # tells -0.0 from 0.0, and is equal for NaN
     if isinstance(held, PLAIN):
@@ -181,14 +182,11 @@ class Call(NamedTuple):
 class Tape:
     """Calls on the tensors of ``given`` maps; ``results`` are the numbers of what it returns."""
 
-    def __init__(
-        self, given: _MapParts, calls: Sequence[Call], results: Sequence[int], size: int
-    ) -> None:
-        self._given, self.size = given, size
-        self.inputs = len(given.tensors)
+    def __init__(self, given: _MapParts, calls: Sequence[Call], results: Sequence[int]) -> None:
+        self._given, self.inputs = given, len(given.tensors)
         given.tensors = []  # not kept alive
-        self.results = tuple(results)
         self.calls = _freeing(_needed(calls, results), results, self.inputs)
+        self._function = _compiled(self.calls, self.inputs, results)
 
     def matched(self, seed: Tensor, maps: Sequence[Map]) -> list[Tensor] | None:
         """The tensors of these maps, if the tape is theirs too."""
@@ -196,25 +194,43 @@ class Tape:
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Make all calls."""
-        held: list[Any] = [*tensors, *[None] * (self.size - len(tensors))]
-        for function, args, kwargs, at, lists, named, out, freed in self.calls:
-            args = args.copy()
-            for place, n in at:
-                args[place] = held[n]
-            for place, several in lists:
-                args[place] = [held[n] for n in several]
-            if named:
-                kwargs = {**kwargs, **{name: held[n] for name, n in named}}
-            found = function(*args, **kwargs)
-            if type(out) is int:
-                held[out] = found
-            else:
-                for n, each in zip(out, found):  # type: ignore[arg-type]
-                    held[n] = each
-            found = None
-            for n in freed:
-                held[n] = None
-        return [held[n] for n in self.results]
+        found: list[Tensor] = self._function(tensors)
+        return found
+
+
+def _compiled(calls: Sequence[Call], inputs: int, results: Sequence[int]) -> Callable[..., Any]:
+    """A function that makes these calls: Python code of one line each, ``v7 = f3(v1, c5)``, as a
+    loop over them would take as long as some of them.
+    """
+    names: dict[str, Any] = {}
+    known: dict[int, str] = {}
+
+    def named(held: object, letter: str) -> str:
+        if id(held) not in known:
+            known[id(held)] = f"{letter}{len(names)}"
+            names[known[id(held)]] = held
+        return known[id(held)]
+
+    def line(call: Call) -> str:
+        args = [named(each, "c") for each in call.args]
+        for place, n in call.at:
+            args[place] = f"v{n}"
+        for place, several in call.lists:
+            args[place] = f"[{', '.join(f'v{n}' for n in several)}]"
+        args += [f"{name}={named(each, 'c')}" for name, each in call.kwargs.items()]
+        args += [f"{name}=v{n}" for name, n in call.named]
+        out = (
+            "".join(f"v{n}, " for n in call.outs) if isinstance(call.out, tuple) else f"v{call.out}"
+        )
+        freed = "".join(f"; v{n} = 0" for n in call.freed)
+        return f"    {out} = {named(call.function, 'f')}({', '.join(args)}){freed}"
+
+    given = "".join(f"v{n}, " for n in range(inputs))
+    body = [f"    {given} = given", *map(line, calls)]
+    source = ["def run(given):", *body, f"    return [{', '.join(f'v{n}' for n in results)}]"]
+    exec(compile("\n".join(source), "<tape>", "exec"), names)  # of numbers alone
+    found: Callable[..., Any] = names["run"]
+    return found
 
 
 def _needed(calls: Sequence[Call], results: Iterable[int]) -> list[Call]:
@@ -387,7 +403,7 @@ class Tapes:
         except NotReplayable:
             slot.misses = MAX_MISSES + 1
             return compute()
-        tape = Tape(given, recorder.calls, results, recorder.size)
+        tape = Tape(given, recorder.calls, results)
         with self._lock:
             slot.noted = tape, layout
         return layout, tensors

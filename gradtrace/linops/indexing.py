@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,6 +100,13 @@ def filled(x: Tensor) -> bool:
     """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
     return extent == x.numel()
+
+
+def repeated(x: Tensor, times: Tensor) -> Tensor:
+    """``x.repeat_interleave(times)`` of a short tensor on the CPU, without PyTorch's threads: to
+    wake them takes milliseconds on a machine of many cores.
+    """
+    return torch.from_numpy(np.repeat(x.numpy(), times.numpy()))
 
 
 def each_at(x: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -274,7 +274,7 @@ def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSel
     """The table, in a semiring of masses."""
     program, facts = traced.program, traced.kept.facts(chosen)
     plan, owned = facts.mass_plan(program), facts.owners()
-    entries, tails = plan.entries, leaf_tails(program, plan.entered)
+    entries, tails = plan.entries, plan.tails
 
     def measured(program: Program) -> list[PathMass]:
         def collect(rescaling: Rescaling) -> tuple[SumLayout, list[Tensor]]:

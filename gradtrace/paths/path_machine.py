@@ -50,7 +50,7 @@ from gradtrace.linops import (
     Scatter,
     Slot,
 )
-from gradtrace.linops.indexing import merged_dims, strides_of
+from gradtrace.linops.indexing import merged_dims, repeated, strides_of
 from gradtrace.paths.path_forest import SliceBits, split_words, words_of
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.semirings.base import wide
@@ -96,7 +96,7 @@ def follow(
         counts = none.new_tensor([len(some) for some in starts.values()])
         nodes = none.new_tensor([table.nodes[value] for value in starts])
         at = torch.cat([none, *starts.values()])
-        places = torch.stack([nodes.repeat_interleave(counts), at], 1)
+        places = torch.stack([repeated(nodes, counts), at], 1)
         ends = backend.follow_paths(found, places, table.width)
         _fill(ends, follower, starts, table.unread)
     return ends

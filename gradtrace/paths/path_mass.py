@@ -72,20 +72,22 @@ def leading_to_leaves(program: Program) -> set[int]:
 
 class MassPlan(NamedTuple):
     """What of a mass pass follows from the structure of a program: the entries of components and
-    their values, all values that are made of these, and all that lead to a leaf.
+    their values, all values that are made of these, all that lead to a leaf, and ``leaf_tails``.
     """
 
     entries: Entries
     entered: set[int]
     below: set[int]
     alive: set[int]
+    tails: dict[int, int]
 
 
 def plan_mass(program: Program, bits: ComponentBits, owned: dict[int, int]) -> MassPlan:
     """The plan for components with these bits; ``owned`` are those that leaves belong to."""
     entries = find_entries(program, bits, owned)
     entered = entries.values()
-    return MassPlan(entries, entered, values_below(program, entered), leading_to_leaves(program))
+    below, alive = values_below(program, entered), leading_to_leaves(program)
+    return MassPlan(entries, entered, below, alive, leaf_tails(program, entered))
 
 
 class Ahead(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from gradtrace.io.table import Summarised, Tabular, TextColumn, TextTable
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program
+from gradtrace.linops.indexing import repeated
 from gradtrace.paths.path_forest import PathForest, PathProvenance, SliceBits
 from gradtrace.paths.path_search import PathEdge, PathFollower
 from gradtrace.paths.tensor_paths import TensorEdge
@@ -449,5 +450,5 @@ def sampled(sizes: Mapping[K, int], sample: int, seed: int) -> dict[K, Tensor]:
         )
     firsts = torch.tensor([0, *accumulate(sizes.values())], device="cpu")
     counts = torch.searchsorted(drawn, firsts).diff()
-    local = drawn - firsts[:-1].repeat_interleave(counts)
+    local = drawn - repeated(firsts[:-1], counts)
     return dict(zip(sizes, torch.split(local, counts.tolist())))

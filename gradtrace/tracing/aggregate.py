@@ -425,6 +425,8 @@ def joined_counts(
             counts.append(each.counts if near else each.counts.to(device))
             sums.append(each.sums if near else each.sums.to(device))
         places.append(begin + each.start)
+    if len(counts) == 2:  # of a sample: one for all leaves
+        return counts[1], sums[1], places
     return torch.cat(counts), torch.cat(sums), places
 
 

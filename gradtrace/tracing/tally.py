@@ -17,7 +17,7 @@ from gradtrace.kernels import LeafBatch, backend_of, tuning
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
-from gradtrace.linops.indexing import laid
+from gradtrace.linops.indexing import laid, repeated
 from gradtrace.paths.path_forest import PathProvenance
 from gradtrace.tracing.aggregate import Counts, grouped, own_elements
 from gradtrace.tracing.executor import TracedLeaf
@@ -256,7 +256,7 @@ class Tally:
             mine = slice(first, first + sum(part.values()))
             first = mine.stop
             which = torch.arange(len(part), device="cpu")
-            which = which.repeat_interleave(torch.tensor([*part.values()], device="cpu"))
+            which = repeated(which, torch.tensor([*part.values()], device="cpu"))
             found = self._sampled(
                 paths.number[mine] + many * which, gradient[mine], len(part) * many
             )
