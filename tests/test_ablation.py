@@ -662,6 +662,9 @@ def test_values_that_do_not_fit() -> None:
             model(torch.randn(6, 3))
     with pytest.raises(UnknownName, match=r"values\['emebd'\].*did you mean 'embed'"):
         ablate(model, "embed", how="mean", values={"emebd": 1.0}).__enter__()
+    for bad in (float("nan"), [0.0, torch.tensor([1.0, float("inf")])]):
+        with pytest.raises(GradtraceError, match=r"values\['embed'\] has .* NaN or infinite"):
+            ablate(model, "embed", how="mean", values={"embed": bad})
     for how in ("zero", "remove"):
         with pytest.raises(GradtraceError, match="say how='mean'"):
             ablate(model, "embed", how=how, values={"embed": 1.0})

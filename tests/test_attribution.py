@@ -12,7 +12,7 @@ from architectures import in_float64
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.errors import GradtraceError, NoGraph, NotScalar, UnknownName
+from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, UnknownName
 
 EMBEDDINGS = {
     "gpt2": "transformer.wte",
@@ -416,6 +416,13 @@ def test_half_precision_and_pandas() -> None:
             lambda w, x: w.attribute(torch.sum, {"x": x}, integrated=4, baseline={"x": x[:2]}),
             GradtraceError,
             r"shape \(2,\), and the input \(3,\)",
+        ),
+        (
+            lambda w, x: w.attribute(
+                torch.sum, {"x": x}, integrated=4, baseline={"x": x.detach() / 0}
+            ),
+            NonFinite,
+            r"baseline\['x'\] has elements that are NaN or infinite",
         ),
         (
             lambda w, x: w.attribute(torch.sum, {"x": x}, baseline={"x": x}),

@@ -178,3 +178,8 @@ def _check_baseline(baseline: Any, inputs: Mapping[str, Tensor], integrated: int
                 f"baseline[{name!r}] has shape {shape}, and the input {wanted}: they must be the "
                 "same, or the baseline must expand to the input's"
             )
+        if not bool(torch.as_tensor(given).isfinite().all()):
+            raise NonFinite(
+                f"baseline[{name!r}] has elements that are NaN or infinite, so nothing can be "
+                "integrated from it; replace them, as by torch.nan_to_num"
+            )

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.pass_scope import PausedMode, own_work_runs
-from gradtrace.diagnosis.source_lines import Place, SourceLine, place
+from gradtrace.diagnosis.source_lines import Place, SourceLine, block_line, place
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
 
@@ -94,11 +94,12 @@ class Operation:
     literal: bool  # an argument is a Python number that is infinite or NaN
     inside: bool  # a call of a module was running
     element: Element | None = None
+    batched: bool = False  # inside a transform of ``torch.func``, whose results are not recorded
 
     @property
     def line(self) -> SourceLine | None:
         """The user's line: that which turned gradients off, or that of the call."""
-        return self.off_line if self.off == "no_grad" and self.off_line else self.where.line
+        return self.off_line or self.where.line
 
     def cuts(self, values: set[int]) -> bool:
         """Whether no gradient passes to these of its outputs, though an input requires grad."""
@@ -441,12 +442,19 @@ class ForwardRecorder(PausedMode):
             tuple(outputs),
             frozenset(gives),
             off,
-            self._off_line if off == "no_grad" else None,
+            self._line_off(off),
             not all(map(isfinite, numbers)),
             module is not None,
         )
+        operation.batched = _batched()
         operation.element = self._element(operation, given, made)
         record.add(operation, start)
+
+    def _line_off(self, off: str) -> SourceLine | None:
+        """The line that turned gradients off, if it is known."""
+        if off == "inference_mode":
+            return block_line(sys._getframe(3), off)
+        return self._off_line if off == "no_grad" else None
 
     def _inputs(
         self, given: list[Tensor], changed: list[Tensor], numbers: list[float]

@@ -34,6 +34,7 @@ class Reason(str, Enum):
     CUT = "cut off"
     ZERO_FACTOR = "multiplied by zero"
     DEAD_RELU = "dead ReLU"
+    CONSTANT = "loss is constant"
     SATURATED = "saturated"
     ONE_CLASS = "softmax over one class"
     FLAT = "derivative is zero"

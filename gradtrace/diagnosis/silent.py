@@ -153,6 +153,10 @@ class CutFinder:
             read = exits[-1:]
         if read:
             return _blamed(name, module, Reason.DETACHED, read[0])
+        if any(each.batched for each in ends):  # what a transform returns is not recorded
+            cut = next((each for each in uses if each.needs and not each.gives), None)
+            if cut is not None:
+                return _blamed(name, module, _reason(cut), cut)
         also = f"; its values are read by {shown(exits[0])}, {exits[0].line}" if exits else ""
         last = uses[-1]
         evidence = f"Nothing that is computed from it is part of the loss{also}; it is last used by"
@@ -183,7 +187,8 @@ def _blamed(name: str, module: str, reason: Reason, operation: Operation | None)
     said = {
         Reason.NO_GRAD: "Gradients were turned off here; the first operation without a graph is "
         f"{shown(operation)}{'' if same else f', {operation.where.line}'}.",
-        Reason.INFERENCE: f"{shown(operation)} ran in inference mode.",
+        Reason.INFERENCE: f"{shown(operation)} ran in inference mode"
+        f"{'' if same else f', {operation.where.line}'}.",
         Reason.CHECKPOINT: f"{shown(operation)} ran inside a reentrant checkpoint, none of whose "
         "inputs requires grad.",
         Reason.FUNCTION: f"{shown(operation)} ran inside a torch.autograd.Function, which handed "

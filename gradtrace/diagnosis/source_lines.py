@@ -75,6 +75,30 @@ class Place(NamedTuple):
     inside: str
 
 
+def block_line(frame: FrameType | None, word: str) -> SourceLine | None:
+    """The user's innermost ``with`` statement or decorator that has this word in it, around what
+    runs; None if it is not written so (an ``ExitStack``, a context that has a name).
+    """
+    while frame is not None:
+        code, number = frame.f_code, frame.f_lineno
+        if _kind(code) == USER:
+            least = _indent(linecache.getline(code.co_filename, number)) + 1
+            for line in range(number, code.co_firstlineno - 1, -1):
+                text = linecache.getline(code.co_filename, line)
+                begins = text.lstrip().startswith
+                around = begins(("with ", "async with ")) and _indent(text) < least
+                if word in text and (around or (begins("@") and _indent(text) <= least)):
+                    return SourceLine(code.co_filename, line)
+                if text.strip() and not begins(("#", ")", "]", "}")):
+                    least = min(least, _indent(text))
+        frame = frame.f_back
+    return None
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
 def place(frame: FrameType | None = None, functions: bool = True) -> Place:
     """The innermost line outside PyTorch, installed packages and gradtrace; without ``functions``
     it is not looked for custom functions, whose forward passes run without gradients.

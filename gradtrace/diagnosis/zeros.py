@@ -34,6 +34,9 @@ KINDS = {
 }
 """Operators by what it means that they make a gradient 0; of all others the derivative is 0."""
 
+AVERAGES = frozenset(("Sum", "Mean", "Div", "Mul", "Neg", "View", "Squeeze", "Unsqueeze", "Alias"))
+"""Operators by which a loss is the sum or the mean of one value."""
+
 BY_NAME = {name: reason for reason, names in KINDS.items() for name in names.split()}
 
 ADVICE = {
@@ -41,6 +44,8 @@ ADVICE = {
     "and are not trained) and change it.",
     Reason.DEAD_RELU: "a smaller learning rate, another initialisation (He), inputs that are "
     "normalised, or a leaky slope bring it back.",
+    Reason.CONSTANT: "none if every margin is met: there is nothing to learn from this batch. Else "
+    "check the sign of what goes in, and the margin.",
     Reason.SATURATED: "keep the inputs small: normalise them, scale the weights down, or use a "
     "loss that takes logits.",
     Reason.ONE_CLASS: "the softmax of a single score is 1, whatever the score: give the model an "
@@ -132,6 +137,8 @@ class ZeroFinder:
         clamps = kind_of(node).startswith("Clamp")
         if clamps and operation is not None and self._is_nothing(operation):
             reason = Reason.DEAD_RELU  # a clamp at 0
+        if reason is Reason.DEAD_RELU and operation is not None and not operation.inside:
+            reason = Reason.CONSTANT if self._is_loss(node) else reason
         line = "" if operation is None or operation.where.line is None else operation.where.line
         return SilentParameter(
             name,
@@ -142,6 +149,14 @@ class ZeroFinder:
             self._evidence(node, reason, operation),
             self._severity(node, child, reason),
         )
+
+    def _is_loss(self, node: Node) -> bool:
+        """Whether the loss is a sum or a mean of what an operator gives, and of nothing else."""
+        while users := self.sizes.users.get(node):
+            node = users[0]
+            if len(users) > 1 or kind_of(node) not in AVERAGES:
+                return False
+        return True
 
     def _is_nothing(self, operation: Operation) -> bool:
         """Whether an operation gave nothing but zeros."""

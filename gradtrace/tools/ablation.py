@@ -9,7 +9,7 @@ from inspect import getattr_static
 from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrace.autodiff import labels
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
@@ -184,6 +184,12 @@ def _check_arguments(model: object, names: Sequence[object], how: str, values: o
         raise GradtraceError(f"ablate takes how={' or '.join(map(repr, HOWS))}, got {how!r}")
     if values and how != "mean":
         raise GradtraceError(f"values take the place of means; say how='mean', not {how!r}")
+    for name, value in values.items() if isinstance(values, Mapping) else ():
+        if not all(bool(torch.as_tensor(x).isfinite().all()) for x in _several(value)):
+            raise GradtraceError(
+                f"values[{name!r}] has elements that are NaN or infinite, which the model would "
+                "compute with; replace them, as by torch.nan_to_num"
+            )
     for name in names:
         if how == "remove" and str(name).startswith(LABEL):
             raise GradtraceError(
@@ -196,6 +202,10 @@ def _check_arguments(model: object, names: Sequence[object], how: str, values: o
                 "nn.DataParallel on several devices runs copies of the model, which ablate does "
                 "not reach; call the model that it wraps (.module)"
             )
+
+
+def _several(value: Value) -> Sequence[Tensor | float]:
+    return value if isinstance(value, Sequence) else (value,)
 
 
 def _dims(dim: object, names: Sequence[str], how: str) -> dict[str, int]:

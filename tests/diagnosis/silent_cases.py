@@ -265,20 +265,73 @@ def evaluation_switch_left_on() -> Any:
 def inference_mode_in_forward() -> Any:
     class Frozen(Net):
         def forward(self, x: Tensor) -> Tensor:
-            with torch.inference_mode():
+            with torch.inference_mode():  # HERE
+                if len(x):
+                    h = x
+
+                # what is frozen
+                h = self.enc(h)
+            return self.head(h.clone())
+
+    return training(Frozen())
+
+
+@case("called under inference_mode", "enc")
+def inference_mode_as_a_decorator() -> Any:
+    @torch.inference_mode()  # HERE
+    def between(model: Net, x: Tensor) -> Tensor:
+        return model.enc(x).tanh()
+
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(between(self, x).clone())
+
+    return training(Frozen())
+
+
+@case("called under inference_mode", "enc")
+def inference_mode_without_a_line() -> Any:
+    mode = torch.inference_mode()
+
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with mode:
                 h = self.enc(x)  # HERE
             return self.head(h.clone())
 
     return training(Frozen())
 
 
-@case("called under inference_mode", "enc", "head", line=False)
+@case("output detached", "enc")
+def detached_in_vmap() -> Any:
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.vmap(lambda row: self.enc(row).detach())(x)  # HERE
+            return self.head(h)
+
+    return training(Frozen())
+
+
+@case("loss is constant", "enc", "head")
+def margins_that_are_met() -> Any:
+    model, (x, _) = Net(), data()
+    return model, lambda: torch.relu(model(x) - 100).mean() / 2  # HERE
+
+
+@case("loss is constant", "enc", "head")
+def margins_of_a_loss_function() -> Any:
+    model, (x, _) = Net(), data()
+    ones = torch.ones(5)
+    return model, lambda: F.margin_ranking_loss(model(x)[:, 0], ones * 99, -ones)  # HERE
+
+
+@case("called under inference_mode", "enc", "head")
 def inference_mode_around_the_step() -> Any:
     model = Net()
     x, y = data()
 
     def step() -> Tensor:
-        with torch.inference_mode():
+        with torch.inference_mode():  # HERE
             return F.cross_entropy(model(x), y)
 
     return model, step
@@ -655,8 +708,8 @@ class Reader(nn.Module):
         self.words, self.rnn, self.head = nn.Embedding(9, 4), nn.LSTM(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            hidden = self.rnn(self.words(x))[0]  # HERE
+        with torch.inference_mode():  # HERE
+            hidden = self.rnn(self.words(x))[0]
         return self.head(hidden.clone())
 
 
