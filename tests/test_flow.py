@@ -6,6 +6,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import gradtrace
 from gradtrace.errors import NotScalar, UnknownName
-from gradtrace.flow import Flow, flow_of, sizing
+from gradtrace.flow import Flow, flow_of, product_norms, sizing
 from gradtrace.flow.operator_graph import OperatorGraph
 from gradtrace.flow.sizing import measure, sizes
 from gradtrace.ir.program import MapTable, Program, Step
+from gradtrace.linops import Contract
+from gradtrace.recording import gradients
 
 WIDTH = 32
 Loss = Callable[[nn.Module], Tensor]
@@ -985,3 +988,41 @@ def test_what_is_measured_is_no_tensor_for_each_value(monkeypatch: pytest.Monkey
     x = torch.randn(3, requires_grad=True)
     found = gradtrace.trace(x.sin().cos().exp().sum()).flow()
     assert len(held) > 3 and all(level.norm > 0 for level in found.profile)
+
+
+class Tied(nn.Module):
+    """An embedding that is also the output layer, with a wide layer in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.wide = nn.Embedding(90, 12), nn.Linear(12, 12)
+        self.out = nn.Linear(12, 90, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.out(self.wide(self.embed(ids)).tanh())
+        return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, 1e-36])
+def test_norms_of_weights_are_found_without_their_gradients(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of float64 and of sums; what is 0, or may underflow, is computed."""
+    monkeypatch.setattr(product_norms, "MIN_ELEMENTS", 64)
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", 64)
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.tensor([5, 8, 5])
+    with gradtrace.watch(model) as watch:
+        loss = scale * model(ids).square().mean()
+    program = watch.trace(loss, nonfinite="allow").program
+    whole = measure(program, program.seed)
+    with mock.patch.object(Contract, "apply", autospec=True, side_effect=Contract.apply) as made:
+        norms = measure(program, program.seed, norms=True)
+    weights = [call for call in made.call_args_list if call.args[0].outputs >= 144]
+    assert bool(weights) == (scale != 1.0)
+    for value, size in whole.items():
+        assert norms[value].norm == pytest.approx(size.norm, rel=1e-6)
+        assert (norms[value].nonzero == 0) == (size.nonzero == 0)
+        assert norms[value][4:] == size[4:]
+    assert any(math.isnan(size.mass) for size in norms.values()) == (scale == 1.0)

@@ -554,3 +554,32 @@ def test_a_batch_takes_small_leaves_alone() -> None:
     assert batch.measure(torch.ones(4)) == 0 and batch.full(1)
     assert [part.tolist() for part in batch.counted()] == [[4], [4.0]]
     assert [part.tolist() for part in batch.counted()] == [[], []]  # released
+
+
+@pytest.mark.parametrize("isa", cpu_library.isas())
+def test_sizes_and_zeros(isa: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As plain torch finds them; zeros are listed in a second pass if there are many."""
+    monkeypatch.setattr(tuning, "ZEROS_ROOM", 3)
+    before = cpu_library.isa()
+    cpu_library.use_isa(isa)
+    try:
+        for size in (*SIZES[1:], 40_000):
+            x = torch.randn(size) * 10.0 ** torch.randint(-30, 30, (size,))
+            x *= torch.rand(size) < 0.8
+            found = ops.sizes(x)
+            assert found is not None
+            wide = x.double()
+            wanted = wide.norm(), wide.abs().max(), wide.count_nonzero().double(), wide.abs().sum()
+            torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-12, atol=0)
+            for each in (x, wide, torch.ones(size), -0.0 * x):
+                assert torch.equal(ops.zeros(each), plainly(ops.zeros, each))
+    finally:
+        cpu_library.use_isa(before)
+    turned = torch.randn(30, 20).T
+    torch.testing.assert_close(
+        ops.sizes(turned), ops.sizes(turned.contiguous()), rtol=1e-12, atol=0
+    )
+    spread = torch.randn(4, 3)[:, ::2].unsqueeze(0).expand(2, 4, 2)
+    for other in (spread, torch.ones(2, 2)[:, ::1].expand(2, 2)[:, :1].expand(2, 2)):
+        assert ops.sizes(other) is None  # gaps, or elements that are there twice
+    assert ops.sizes(torch.randn(5, dtype=torch.float64)) is None

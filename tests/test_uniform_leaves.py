@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.kernels import backend_of, tuning
+from gradtrace.linops import Scatter
+from gradtrace.recording import gradients
 from gradtrace.trace import Trace
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import ComponentFacts
@@ -152,3 +155,27 @@ def test_many_are_measured_as_one_by_one() -> None:
     assert counts.tolist() == [int(count) for count, _ in each]
     assert sums.tolist() == [float(total) for _, total in each]
     assert [len(found) for found in backend.measure_many([])] == [0, 0]
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_an_embedding_is_counted_by_the_rows_of_its_batch(
+    branches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient, which is 0 in all other rows, is never made; two uses of a row cancel."""
+    monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", 64)
+    torch.manual_seed(0)
+    embed, sides = nn.Embedding(400, 3), [nn.Linear(3, 2) for _ in range(branches)]
+    model = nn.Sequential(embed, *sides)
+    signs = torch.tensor([1.0, 1.0, -1.0, 2.0]).unsqueeze(1)
+    with gt.watch(model) as watch:
+        x = embed(torch.tensor([7, 3, 7, 0]))
+        loss = sum((side(x) * signs).sum() for side in sides)
+    wanted = []
+    for sparse in (True, False):
+        with mock.patch.object(Scatter, "sparse", sparse), ExitStack() as stack:
+            if sparse:
+                stack.enter_context(mock.patch.object(Scatter, "apply", side_effect=AssertionError))
+            wanted.append(watch.trace(loss).influence("operators"))
+    assert wanted[0] == wanted[1]
+    row = wanted[0]["EmbeddingBackward0"]
+    assert (row.through, row.unreached) == (9, 397 * 3)

@@ -66,6 +66,6 @@ def flow_of(
             f"the seed has shape {tuple(seed.shape)} and the loss {tuple(program.seed.shape)}; "
             "pass a weight for each element of the loss"
         )
-    graph = OperatorGraph(program, measure(program, seed) if size is None else size)
+    graph = OperatorGraph(program, measure(program, seed, norms=True) if size is None else size)
     modules = Modules(graph, names, classes)
     return Flow(graph.profile, modules.rows, tuple(FlowText(graph, modules).findings()))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from math import hypot, inf
+from math import hypot, inf, nan, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from gradtrace.flow.product_norms import (
+    NORM_MAX,
+    NORM_MIN,
+    UnmadeProduct,
+    UnmadeScatter,
+    few_elements,
+    norm_of_sum,
+    product_of,
+)
 from gradtrace.ir.interpreter import gradient_of
+from gradtrace.ir.passes.tails import find_tails
 from gradtrace.ir.program import Program, Step
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Identity, Index
-from gradtrace.linops.indexing import filled
 from gradtrace.pytorch.dtensor import LocalParts, told
-
-LARGE_ELEMENTS, LINE_ELEMENTS = 1 << 15, 1 << 12
-SQUARES_MIN, SQUARES_MAX = 1e-12, 1e15
-"""Largest magnitudes for which float32 holds sums of squares, up to squares that do not matter."""
 
 
 class Size(NamedTuple):
@@ -32,44 +37,121 @@ class Size(NamedTuple):
     dtype: torch.dtype
 
 
-def measure(program: Program, seed: Tensor) -> dict[int, Size]:
+def measure(program: Program, seed: Tensor, norms: bool = False) -> dict[int, Size]:
     """The sizes of all cotangents at operators' outputs and inputs, and of leaves.
 
     One pass; each cotangent is dropped after its last use. The numbers are copied to the CPU in one
     transfer: a sync for each would cost more than its computation. They are rows of one table: a
     small tensor for each would lie between the cotangents, whose memory could not be used again.
+
+    With ``norms``, of what only a large weight's gradient is made of the norm alone is found, where
+    that is cheaper (``product_norms``): ``largest`` and ``nonzero`` are then the most they can be,
+    and ``mass`` is NaN.
     """
-    last = program.last_uses
-    kept = program.kept if seed is program.seed else {}
-    wanted = {leaf.value for leaf in program.leaves}
-    for block in program.blocks:
-        wanted.update(block.takes.values(), block.gives.values())
-    values, forms = {program.root: seed}, {program.root: (seed.numel(), seed.dtype)}
-    found = {program.root: 0}  # the rows of values in ``table``
-    table = torch.zeros((len(program.steps()) + 1, 4), dtype=torch.float64, device=seed.device)
-    with torch.no_grad():
-        table[0] = sizes(seed)
-        for n, step in enumerate(program.steps()):
-            known = kept.get(step.out)
-            x = gradient_of(step, program.maps, values) if known is None else known
-            values[step.out] = x
-            if step.out in wanted:
-                before = step.terms[0].value
-                moved = before in found and forms[before][1] is x.dtype and _permutes(step, program)
-                found[step.out] = found[before] if moved else n + 1
-                if not moved:
-                    table[n + 1] = sizes(x)
-                forms[step.out] = (x.numel(), x.dtype)
-            for value in (step.out, *(term.value for term in step.terms)):
-                if last.get(value, -1) <= n:
-                    values.pop(value, None)
-    numbers = table.tolist()
-    measured = {}
-    for value, row in found.items():
-        norm, largest, nonzero, mass = numbers[row]
-        measured[value] = Size(norm, largest, int(nonzero), mass, *forms[value])
     parts = program.constants.parts
+    found = _Measuring(program, seed, find_tails(program) if norms and parts is None else set())
+    with torch.no_grad():
+        for n, step in enumerate(program.steps()):
+            found.follow(n, step)
+    numbers = found.table.tolist()
+    measured = {}
+    for value, row in found.rows.items():
+        norm, largest, nonzero, mass = numbers[row]
+        measured[value] = Size(norm, largest, int(nonzero), mass, *found.forms[value])
     return measured if parts is None else _over_ranks(measured, parts)
+
+
+class _Measuring:
+    """The values of a program that are still needed, and the sizes so far: ``rows`` of values in a
+    ``table``. ``unmade`` are values of ``tails`` that have not been computed.
+    """
+
+    def __init__(self, program: Program, seed: Tensor, tails: set[int]) -> None:
+        self.program, self.seed, self.tails = program, seed, tails
+        self.last = program.last_uses
+        self.kept = program.kept if seed is program.seed else {}
+        self.wanted = {leaf.value for leaf in program.leaves}
+        for block in program.blocks:
+            self.wanted.update(block.takes.values(), block.gives.values())
+        self.values = {program.root: seed}
+        self.unmade: dict[int, UnmadeProduct | UnmadeScatter] = {}
+        self.forms = {program.root: (seed.numel(), seed.dtype)}
+        steps, device = len(program.steps()), seed.device
+        self.table = torch.zeros((steps + 1, 4), dtype=torch.float64, device=device)
+        self.rows = {program.root: steps}
+        self.table[steps] = sizes(seed)
+
+    def follow(self, n: int, step: Step) -> None:
+        """Measure the result of a step, the n-th."""
+        out, values = step.out, self.values
+        if out not in self.tails or out in self.kept or not self._unmade(n, step):
+            x = values[out] = self._computed(step)
+            if out in self.wanted:
+                before = step.terms[0].value
+                moved = before in self.rows and self.forms[before][1] is x.dtype
+                if moved and _permutes(step, self.program):
+                    self.rows[out], self.forms[out] = self.rows[before], self.forms[before]
+                else:
+                    self._take(n, out, sizes(x), (x.numel(), x.dtype))
+        for value in (out, *(term.value for term in step.terms)):
+            if self.last.get(value, -1) <= n:
+                values.pop(value, None)
+                self.unmade.pop(value, None)
+
+    def _computed(self, step: Step) -> Tensor:
+        known = self.kept.get(step.out)
+        if known is not None:
+            return known
+        for _, value in step.terms:
+            if value not in self.values:
+                self.values[value] = self.unmade[value].value()
+        return gradient_of(step, self.program.maps, self.values)
+
+    def _unmade(self, n: int, step: Step) -> bool:
+        """Measure the result of a step without computing it; whether that was possible."""
+        if len(step.terms) > 1:
+            return self._unmade_sum(n, step)
+        out, (at, value), program = step.out, step.terms[0], self.program
+        if (old := self.unmade.get(value)) is not None:
+            if not _permutes(step, program):
+                return False
+            self.unmade[out] = old.moved(program.maps[at])
+            self.rows[out], self.forms[out] = self.rows[value], self.forms[value]
+            return True
+        x = self.values[value]
+        if (few := few_elements(step, program, x)) is not None:
+            self.unmade[out] = few
+            self._take(n, out, sizes(few.elements.value), (prod(step.shape), step.dtype))
+            return True
+        product = product_of(step, program, x)
+        if product is None or not NORM_MIN < (norm := product.norm()) < NORM_MAX:
+            return False
+        self.unmade[out] = product
+        self._take_norm(n, step, norm)
+        return True
+
+    def _unmade_sum(self, n: int, step: Step) -> bool:
+        """The gradient of a weight that is also an embedding: a product and few elements."""
+        terms = [self.unmade.get(term.value) for term in step.terms]
+        alike = all(isinstance(map_, Identity) for map_ in self.program.maps.of(step))
+        if not alike or len(terms) != 2 or step.out in self.last:  # something is made of it
+            return False
+        for (product, few), (_, value) in zip((terms, terms[::-1]), step.terms):
+            if isinstance(product, UnmadeProduct) and isinstance(few, UnmadeScatter):
+                norm = norm_of_sum(product, float(self.table[self.rows[value], 0]), few)
+                if norm is not None and NORM_MIN < norm < NORM_MAX:
+                    self._take_norm(n, step, norm)
+                    return True
+        return False
+
+    def _take_norm(self, n: int, step: Step, norm: float) -> None:
+        entries = prod(step.shape)
+        numbers = [norm, norm, float(entries), nan]
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.seed.device)
+        self._take(n, step.out, found, (entries, step.dtype))
+
+    def _take(self, n: int, value: int, found: Tensor, form: tuple[int, torch.dtype]) -> None:
+        self.table[n], self.rows[value], self.forms[value] = found, n, form
 
 
 def _permutes(step: Step, program: Program) -> bool:
@@ -102,11 +184,9 @@ def sizes(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return torch.zeros(4, dtype=torch.float64, device=x.device)
-    large = x.dtype is torch.float32 and x.numel() >= LARGE_ELEMENTS
-    if large and backend_of(x).host and filled(x):
-        found = _host_sizes(x.detach().as_strided((x.numel(),), (1,)))
-        if found is not None:
-            return found
+    found = backend_of(x).sizes(x)
+    if found is not None:
+        return found
     largest = vector_norm(x, inf).double()
     if x.dtype is torch.float64:
         unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
@@ -115,21 +195,3 @@ def sizes(x: Tensor) -> Tensor:
         norm = vector_norm(x, dtype=torch.float64)
     mass = vector_norm(x, 1, dtype=torch.float64)
     return torch.stack([norm, largest, x.count_nonzero().double(), mass])
-
-
-def _host_sizes(flat: Tensor) -> Tensor | None:
-    """``sizes`` of a flat float32 tensor on the CPU, a tenth of the time: squares are added in
-    float32, ``LINE_ELEMENTS`` at a time. None if these might be outside its range.
-    """
-    low, high = torch.aminmax(flat)
-    largest = max(abs(float(low)), abs(float(high)))  # NaN if one is
-    if not SQUARES_MIN <= largest <= SQUARES_MAX:
-        return None
-    nonzero, mass = backend_of(flat).measure(flat)
-    lines = len(flat) // LINE_ELEMENTS * LINE_ELEMENTS
-    norms = [vector_norm(flat[lines:]).reshape(1)]
-    if lines:
-        norms.append(vector_norm(flat[:lines].view(-1, LINE_ELEMENTS), dim=1))
-    norm = float(vector_norm(torch.cat(norms), dtype=torch.float64))
-    numbers = [norm, largest, float(nonzero), float(mass)]
-    return torch.tensor(numbers, dtype=torch.float64, device=flat.device)

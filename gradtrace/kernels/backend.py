@@ -225,6 +225,14 @@ class Backend(Protocol):
     def measure_many(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """``measure`` of many tensors: counts and sums, on the CPU."""
 
+    def sizes(self, x: Tensor) -> Tensor | None:
+        """``‖x‖``, ``max |x[i]|``, the number of nonzero elements and ``Σ |x[i]|``, (4,) in
+        float64. None if there is no kernel for it; ``flow.sizing`` has it in plain torch.
+        """
+
+    def zeros(self, x: Tensor) -> Tensor:
+        """The numbers of the elements that are 0, ascending."""
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         """An empty batch of leaves, if leaves like this one can be tallied many at a time."""
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from gradtrace.kernels import cpu_contraction, pointers, tuning
+from gradtrace.kernels import cpu_contraction, cpu_sizes, pointers, tuning
 from gradtrace.kernels.cpu_contraction import Algorithm
-from gradtrace.kernels.cpu_library import checked
+from gradtrace.kernels.cpu_library import checked, threads_for
 from gradtrace.kernels.operands import (
     Compressed,
     Contraction,
@@ -51,10 +51,6 @@ def _serves(value: Tensor, *others: Tensor) -> bool:
 
 def _is_wide(x: Tensor) -> bool:
     return x.dtype is torch.float64
-
-
-def _threads(n: int) -> int:
-    return 1 if n <= tuning.SINGLE_THREAD_MAX_ELEMENTS else torch.get_num_threads()
 
 
 class Cpu(Reference):
@@ -147,7 +143,7 @@ class Cpu(Reference):
             pointers.address(ids, torch.int32, extent(levels, 2)),
         )
         found = (value.data_ptr(), out.data_ptr())  # just made
-        threads = _threads(x.numel())
+        threads = threads_for(x.numel())
         checked(self.library.gradtrace_reduce(_is_wide(x), *given, numbers, *found, threads))
         return Selected(value, out)
 
@@ -201,7 +197,7 @@ class Cpu(Reference):
         found = 0 if out is None else at(out, torch.int32, size * rows)
         results = (beside, at(value, x.dtype, size * rows), found)
         numbers = (ctypes.c_int64 * 6)(*matrices.sizes, n)
-        threads = _threads(n * planes * inner)
+        threads = threads_for(n * planes * inner)
         checked(self.library.gradtrace_sparse(_is_wide(x), numbers, *where, *results, threads))
 
     def normalise(
@@ -226,7 +222,7 @@ class Cpu(Reference):
         where = (ctypes.c_int64 * (6 * rank + 9))(*numbers)
         wanted = ((most, x.dtype), (place, torch.int64), (out, torch.int32))
         results = (0 if t is None else pointers.flat(t, dtype, count * n) for t, dtype in wanted)
-        sizes, threads = (count, n, rank), _threads(count * n * 16)
+        sizes, threads = (count, n, rank), threads_for(count * n * 16)
         checked(self.library.gradtrace_normalise(_is_wide(x), *sizes, where, *results, threads))
         return LargestEntry(most, place, out)
 
@@ -242,7 +238,7 @@ class Cpu(Reference):
         n, at = size.numel(), pointers.flat
         there = 0 if beside is None else at(beside, torch.int32, n)
         where = (at(size, size.dtype, n), at(ids, torch.int32, n), at(value, size.dtype, n), there)
-        threads = _threads(n)
+        threads = threads_for(n)
         checked(self.library.gradtrace_merge(_is_wide(size), n, *where, constant, shift, threads))
         return None
 
@@ -255,7 +251,7 @@ class Cpu(Reference):
         n, at = gradient.numel(), pointers.flat
         where = (at(ids, torch.int32, n), at(gradient, gradient.dtype, n), count)
         found = (counts.data_ptr(), sums.data_ptr())  # just made
-        wide, threads = _is_wide(gradient), _threads(n)
+        wide, threads = _is_wide(gradient), threads_for(n)
         checked(self.library.gradtrace_tally(wide, n, *where, *found, threads))
         return counts, sums
 
@@ -268,7 +264,7 @@ class Cpu(Reference):
         total = torch.empty((), dtype=torch.float64, device=gradient.device)
         place = pointers.flat(gradient, gradient.dtype, n)
         found = (count.data_ptr(), total.data_ptr())  # just made
-        wide, threads = _is_wide(gradient), _threads(n)
+        wide, threads = _is_wide(gradient), threads_for(n)
         checked(self.library.gradtrace_magnitude(wide, n, place, *found, threads))
         return count, total
 
@@ -282,6 +278,13 @@ class Cpu(Reference):
         found = [self.measure(x) if at is None else (counts[at], sums[at]) for x, at in both]
         each, totals = zip(*found)
         return torch.stack(each), torch.stack(totals)
+
+    def sizes(self, x: Tensor) -> Tensor | None:
+        return cpu_sizes.sizes(self.library, x)
+
+    def zeros(self, x: Tensor) -> Tensor:
+        found = cpu_sizes.zeros(self.library, x)
+        return super().zeros(x) if found is None else found
 
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return CpuBatchedTally(gradient.device, self.library)
@@ -360,7 +363,7 @@ class CpuBatchedTally:
         counts = torch.empty(many, dtype=torch.int64, device=self.device)
         sums = torch.empty(many, dtype=torch.float64, device=self.device)
         elements = int(items[1::3].sum())
-        threads = 1 if elements <= tuning.SINGLE_THREAD_MAX_ELEMENTS else torch.get_num_threads()
+        threads = threads_for(elements)
         found = counts.data_ptr(), sums.data_ptr()  # just made
         checked(self.library.gradtrace_magnitudes(many, items.ctypes.data, *found, threads))
         self._held, self._items = [], []

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gradtrace.errors import GradtraceError
+from gradtrace.kernels import tuning
 
 ABI = 8
 """The ABI version that the library must report; libraries of other versions are not used."""
@@ -40,7 +41,7 @@ SIGNATURES = {
 }
 """The arguments of the library's functions: pointers (p), int64 (n), int (i) and int32 (w)."""
 
-ADDED = {"first_nonfinite": "np"}
+ADDED = {"first_nonfinite": "np", "sizes": "nppi", "zeros": "inpnppi"}
 """The same of functions that were added since: a library without them is used, too."""
 
 _log = logging.getLogger("gradtrace")
@@ -112,6 +113,11 @@ def checked(status: int) -> None:
         )
     if status:
         raise RuntimeError("a kernel of gradtrace failed")
+
+
+def threads_for(n: int) -> int:
+    """How many threads an elementwise kernel takes for n elements."""
+    return 1 if n <= tuning.SINGLE_THREAD_MAX_ELEMENTS else torch.get_num_threads()
 
 
 def isas() -> list[str]:

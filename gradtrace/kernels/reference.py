@@ -154,6 +154,12 @@ class Reference:
         sums = torch.tensor([float(sum_) for _, sum_ in found], dtype=torch.float64, device="cpu")
         return counts, sums
 
+    def sizes(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def zeros(self, x: Tensor) -> Tensor:
+        return (x == 0).reshape(-1).nonzero().reshape(-1)
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return None
 

@@ -24,7 +24,8 @@ def is_dense(x: Tensor) -> bool:
     """
     if x.is_contiguous():
         return True
-    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride())) == x.numel()
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    return x.permute(order).is_contiguous()
 
 
 def without_repetition(x: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ SINGLE_THREAD_MAX_ELEMENTS = 1 << 15
 CPU_BATCH_MAX_ELEMENTS = 1 << 14
 """Leaves of at most this many elements are measured together, many in one call."""
 
+ZEROS_ROOM = 1 << 12
+"""So many elements that are 0 are listed in one pass; if there are more, in two."""
+
 THREAD_PRODUCTS_PER_CALL = 1_000_000_000
 """Products per thread and call: at most a third of a second, during which Ctrl-C is delayed."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import backend_of
+from gradtrace.kernels.strides import is_dense
 from gradtrace.types import Shape
 
 
@@ -88,18 +89,10 @@ def picked(x: Tensor, shape: Shape, at: Tensor) -> Tensor:
 
 def laid(x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """A 1-d view of a tensor's memory, and the offsets in it of the elements with these numbers.
-    Writing to the view writes to the tensor, which must be dense in memory (``filled``).
+    Writing to the view writes to the tensor, which must be dense in memory (``is_dense``).
     """
-    assert filled(x), "the elements have gaps in memory, or overlap"
+    assert is_dense(x), "the elements have gaps in memory, or overlap"
     return x.as_strided((x.numel(),), (1,)), located(at, tuple(x.shape), x.stride())
-
-
-def filled(x: Tensor) -> bool:
-    """Whether the memory from a tensor's first to its last element has as many elements as the
-    tensor: no gaps.
-    """
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    return extent == x.numel()
 
 
 def repeated(x: Tensor, times: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradtrace.linops.indexing import filled
+from gradtrace.kernels.strides import is_dense
 from gradtrace.tracing.traced_value import TracedValue
 
 ID_DTYPES = ((torch.uint8, 255), (torch.int16, 32_767))
@@ -59,7 +59,7 @@ class CompactValues(dict[int, TracedValue]):
 def _whole(x: Tensor) -> Tensor:
     """The base of a view, if it is dense and starts at offset 0; else the tensor itself."""
     base = x._base
-    return x if base is None or base.storage_offset() or not filled(base) else base
+    return x if base is None or base.storage_offset() or not is_dense(base) else base
 
 
 def _same_view(view: Tensor, whole: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def narrowed(ids: Tensor, count: int) -> Tensor:
     Tensors with gaps or overlapping elements stay as they are: a copy might take more memory, and
     would have other strides, on which the order of summation depends.
     """
-    if not filled(ids):
+    if not is_dense(ids):
         return ids
     return ids.to(next((kind for kind, most in ID_DTYPES if count <= most), torch.int32))
 

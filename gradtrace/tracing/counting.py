@@ -41,7 +41,7 @@ from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.sampling import Drawn, seed_of, unit_of
 from gradtrace.tracing.tally import Tally, table_of
 from gradtrace.tracing.traced_program import TracedProgram, indices
-from gradtrace.tracing.traced_value import TracedValue
+from gradtrace.tracing.traced_value import TracedValue, thinned
 from gradtrace.tracing.uniform_tally import UniformTally
 
 Leaves = str | Sequence[str]
@@ -111,6 +111,7 @@ def counted_rows(
             if leaf is None:
                 tally.add(found, gradient)
             else:
+                gradient = found.gradient if gradient is None else gradient
                 leaf.found = tally.add_rows(found, gradient, leaf.groups)
         table = tally.result(traced.rule, "count", traced.notes)
         return estimated(traced, facts, sampled.values(), table)
@@ -118,8 +119,8 @@ def counted_rows(
 
 def _traced_leaves(
     traced: TracedProgram, facts: ComponentFacts, storage: Storage
-) -> Iterator[tuple[TracedLeaf, Tensor]]:
-    """Trace the program: its leaves, each with its gradient."""
+) -> Iterator[tuple[TracedLeaf, Tensor | None]]:
+    """Trace the program: its leaves, each with its gradient; None of those that are sparse."""
     program, rule, component_bits = traced.program, traced.rule, facts.chosen.component_bits
     if traced.granularity == "operator":
         yield from _traced_tensors(traced, component_bits)
@@ -131,8 +132,11 @@ def _traced_leaves(
             else:
                 gradient = found.state.value
                 if gradient is None:  # it was deferred until here
-                    gradient = found.leaf.gradient()
-                    found = found._replace(state=found.state._replace(value=gradient))
+                    state = thinned(found.state)
+                    if state.sparse is None:
+                        gradient = found.leaf.gradient()
+                        state = state._replace(value=gradient)
+                    found = found._replace(state=state)
                 yield found, gradient
         return
     pairs = Pairs.follow(program, traced.pairs)

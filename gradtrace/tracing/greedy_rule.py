@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.kernels import backend_of
+from gradtrace.kernels.strides import is_dense
 from gradtrace.linops import Identity, Map, Scatter
-from gradtrace.linops.indexing import filled, laid
+from gradtrace.linops.indexing import laid
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings.base import NARROW, cast, wide
 from gradtrace.tracing.provenance import compact
@@ -207,7 +208,7 @@ class Greedy:
         if first.ids is not None or first.value is None:
             return None
         total = first.value.to(dtype)
-        if (total is first.value and not fresh) or not filled(total):
+        if (total is first.value and not fresh) or not is_dense(total):
             total = own(total)
         line, place = laid(total, at)
         here = line[place]

@@ -94,10 +94,16 @@ class Tally:
     drawn: Drawn | None = None  # if only a sample of elements is counted (``add_some``)
     squares: list[Counts] = field(default_factory=list)  # Σ (gradient / unit)², of ``drawn``
 
-    def add(self, found: TracedLeaf, gradient: Tensor) -> None:
-        """Count the paths of a leaf."""
-        value, total = found.leaf.value, gradient.numel()
-        size = total
+    def add(self, found: TracedLeaf, gradient: Tensor | None) -> None:
+        """Count the paths of a leaf. A gradient that has not been computed is that of a sparse
+        leaf, which lists its elements.
+        """
+        value = found.leaf.value
+        if gradient is None:
+            leaf = self._leaf(value, *2 * (found.state.parts[0].map.outputs,))
+            leaf.found = _count_sparse(found.state, None, 0)
+            return
+        size = total = gradient.numel()
         if isinstance(found.pair, range):
             size = total // len(found.pair)
         elif isinstance(found.pair, Tensor):
@@ -356,14 +362,14 @@ def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], p
     return Counts(*summed(counted), rows, extra, pair, 1)
 
 
-def _count_sparse(state: TracedValue, gradient: Tensor, pair: int) -> Counts:
+def _count_sparse(state: TracedValue, gradient: Tensor | None, pair: int) -> Counts:
     """Count a sparse leaf: the listed elements by their ids, and the others, unless they have no
     gradient, as a uniform leaf.
     """
     sparse, (rows, extra) = state.sparse, state.provenance
     assert sparse is not None
     counts, sizes = backend_of(sparse.ids).tally(sparse.ids, sparse.value, len(rows) + 1)
-    if not state.parts:
+    if not state.parts and gradient is not None:
         line, at = laid(gradient, sparse.at)
         line[at] = 0  # restored below: measure the other elements only
         count, size = backend_of(gradient).measure(gradient)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import backend_of
-from gradtrace.linops import Contract, Map
+from gradtrace.linops import Contract, Map, Scatter
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import wide
@@ -49,6 +49,23 @@ class PendingContribution(NamedTuple):
         if found is None or not self.moves:
             return found
         return self._moved(found.int()) != 0
+
+    def few(self) -> SparseElements | None:
+        """Where only few elements are added to: these, with id 1 where a contribution is not 0."""
+        if self.moves or not (isinstance(self.map, Scatter) and self.map.sparse):
+            return None
+        return self.map.few(self.x, (self.x != 0).int())
+
+    def sent_to_zeros(self, value: Tensor) -> Tensor | None:
+        """The numbers of the elements of ``value``, the result, that are 0 though an element of
+        ``x`` is added to them that is not; None if that is no cheaper than by searching for zeros.
+        """
+        if self.moves or not (isinstance(self.map, Scatter) and self.map.sparse):
+            return None
+        target, flat = self.map.target.reshape(-1), value.reshape(-1)
+        sent = (self.x.reshape(-1) != 0) & (target >= 0)
+        sent &= flat.index_select(0, target.clamp(min=0)) == 0
+        return target[sent]
 
     def reached(self, at: Tensor) -> Tensor:
         """Which of the elements ``at`` receive a nonzero product from some element of ``x``."""
@@ -213,6 +230,16 @@ def made(
     return _tuple(TracedValue, (value, 0, ids, provenance, parts, None, None, unmasked))
 
 
+def thinned(state: TracedValue) -> TracedValue:
+    """A uniform leaf whose value has not been computed, by the elements that are added to, if
+    these are few: an embedding has a gradient in the rows of a batch.
+    """
+    if state.value is not None or not state.uniform or len(state.parts) != 1:
+        return state
+    few = state.parts[0].few()
+    return state if few is None else state._replace(sparse=few)
+
+
 def materialise(state: TracedValue) -> TracedValue:
     """With ``value`` computed, and ids that include elements whose contributions cancel to 0."""
     if not state.parts:
@@ -238,15 +265,12 @@ def materialise(state: TracedValue) -> TracedValue:
 
 def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor | None:
     """Which elements of a sum are 0 although a contribution is not; None if there are none."""
-    waits = backend_of(value).synchronises
-    if not (waits and value.numel() <= ZERO_SEARCH_MAX_ELEMENTS) and bool(value.all()):
-        return None
-    if not waits and not any(bool(part.x.any()) for part in parts):
-        return None  # all contributions are 0
-    zero, possible = value == 0, _may_be_nonzero(parts)
-    if possible is not None:
-        zero &= possible.reshape(zero.shape)
-    at = zero.reshape(-1).nonzero().reshape(-1)
+    if len(parts) == 1 and (sent := parts[0].sent_to_zeros(value)) is not None:
+        if not len(sent):
+            return None
+        found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
+        return found.index_fill_(0, sent, True).reshape(value.shape)
+    at = _zeros_of_sum(parts, value)
     if not len(at):
         return None
     if len(parts) == 1:
@@ -260,6 +284,26 @@ def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor |
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     found[at] = reached
     return found.reshape(value.shape)
+
+
+def _zeros_of_sum(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor:
+    """The numbers of the elements of a sum that are 0, of those that may get a contribution."""
+    backend = backend_of(value)
+    none = torch.empty(0, dtype=torch.int64, device=value.device)
+    if not backend.synchronises:
+        if not any(bool(part.x.any()) for part in parts):
+            return none  # all contributions are 0
+        at = backend.zeros(value)
+        if ROW_COST_ELEMENTS * len(at) <= value.numel():
+            return at  # so few that each is looked at
+        possible = _may_be_nonzero(parts)
+        return at if possible is None else at[possible.reshape(-1)[at]]
+    if value.numel() > ZERO_SEARCH_MAX_ELEMENTS and bool(value.all()):
+        return none
+    zero, possible = value == 0, _may_be_nonzero(parts)
+    if possible is not None:
+        zero &= possible.reshape(zero.shape)
+    return zero.reshape(-1).nonzero().reshape(-1)
 
 
 def _may_be_nonzero(parts: tuple[PendingContribution, ...]) -> Tensor | None:

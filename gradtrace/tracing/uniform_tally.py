@@ -13,6 +13,8 @@ from gradtrace.ir.passes.uniform_leaves import Contribution, UniformLeaf
 from gradtrace.ir.program import Constants, Program
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.operands import GroupRequest, GroupSums, Whole
+from gradtrace.linops import Scatter
+from gradtrace.linops.scatter import SparseElements
 from gradtrace.tracing.aggregate import HOST, Counts, ListedGroups, Reach, own_elements
 from gradtrace.tracing.provenance import ProvenanceTable, words_of
 from gradtrace.tracing.traced_value import PendingContribution, cancelled
@@ -66,6 +68,10 @@ class UniformTally(NamedTuple):
         together: dict[int, Tensor] = {}
         for n, (leaf, place) in enumerate(zip(self.leaves, self.places)):
             gradient = known.get(leaf.value)
+            if gradient is None and (few := _few(leaf.part, known, constants)) is not None:
+                found = backend_of(few.value).tally(few.ids, few.value, 2)
+                counts[n], sums[n] = (each[1].item() for each in found)
+                continue
             if gradient is None:
                 gradient = constants.leaves[place].compute()  # one at a time: these are large
             elif backend_of(gradient) is host:
@@ -104,9 +110,23 @@ def _count_cancelled(
     part: Contribution, gradient: Tensor, known: dict[int, Tensor], constants: Constants
 ) -> int:
     """The number of elements that are 0 though a contribution is not."""
+    found = cancelled((_pending(part, known, constants),), gradient)
+    return 0 if found is None else int(found.sum())
+
+
+def _few(
+    part: Contribution | None, known: dict[int, Tensor], constants: Constants
+) -> SparseElements | None:
+    """The elements of a leaf, if only few are added to."""
+    if part is None or part.moves or not isinstance(constants.maps[part.map], Scatter):
+        return None
+    return _pending(part, known, constants).few()
+
+
+def _pending(
+    part: Contribution, known: dict[int, Tensor], constants: Constants
+) -> PendingContribution:
     maps, x = constants.maps, known[part.value]
     for at in part.before:
         x = maps[at].apply(x)
-    pending = PendingContribution(maps[part.map], x, tuple([maps[at] for at in part.moves]))
-    found = cancelled((pending,), gradient)
-    return 0 if found is None else int(found.sum())
+    return PendingContribution(maps[part.map], x, tuple([maps[at] for at in part.moves]))

@@ -102,12 +102,12 @@ struct Kernels {
 };
 
 // The smallest nonzero |x| of some floats, as bits minus one; the largest, as bits; how many are 0;
-// and their sum.
+// their sum, and that of their squares.
 struct Magnitudes {
   uint32_t least;
   int32_t most;
   int64_t zeros;
-  double sum;
+  double sum, squares;
 };
 
 // Kernels of one compiled instruction set.

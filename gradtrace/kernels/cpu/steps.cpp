@@ -390,6 +390,68 @@ void magnitude(int64_t n, const T* gradient, int64_t* count, double* sum, int th
   });
 }
 
+// Norm, largest |x|, number of nonzero elements and Σ |x| of floats, in float64: pieces are added up
+// in order, so that the result does not depend on threads.
+void sizes(int64_t n, const float* x, double* out, int threads) {
+  constexpr int64_t MOST = 1024;  // that ``magnitudes`` takes
+  std::vector<Magnitudes> found(parts(n, COUNTED));
+  pieces(n, COUNTED, threads, [&](int64_t i, int64_t j) {
+    Magnitudes& piece = found[i / COUNTED];
+    while (i < j) {
+      Magnitudes here{};
+      const int64_t some = std::min(MOST, (j - i) / 8 * 8);
+      if (some) {
+        machine().magnitudes(x + i, some, &here);
+      } else {
+        const double size = std::fabs(x[i]);
+        here = {0, sized(x[i]), size == 0, size, size * size};
+      }
+      piece.most = std::max(piece.most, here.most);
+      piece.zeros += here.zeros;
+      piece.sum += here.sum;
+      piece.squares += here.squares;
+      i += some ? some : 1;
+    }
+  });
+  Magnitudes all{};
+  for (const Magnitudes& piece : found) {
+    all.most = std::max(all.most, piece.most);
+    all.zeros += piece.zeros;
+    all.sum += piece.sum;
+    all.squares += piece.squares;
+  }
+  out[0] = std::sqrt(all.squares);
+  out[1] = number<float>(all.most);
+  out[2] = static_cast<double>(n - all.zeros);
+  out[3] = all.sum;
+}
+
+// The numbers of the elements that are 0, ascending, as many as there is room for; returns how many
+// there are.
+template <typename T>
+int64_t zeros(int64_t n, const T* x, int64_t room, int64_t* out, int threads) {
+  constexpr int64_t BLOCK = 512;
+  std::vector<std::vector<int64_t>> found(parts(n, COUNTED));
+  pieces(n, COUNTED, threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i += BLOCK) {
+      const int64_t j = std::min(last, i + BLOCK);
+      Bits<T> any = 0;
+      for (int64_t k = i; k < j; k++) any |= -Bits<T>(x[k] == 0);
+      for (int64_t k = i; any && k < j; k++) {
+        if (x[k] == 0) found[first / COUNTED].push_back(k);
+      }
+    }
+  });
+  int64_t count = 0;
+  for (const auto& piece : found) {
+    for (const int64_t at : piece) {
+      if (count < room) out[count] = at;
+      count++;
+    }
+  }
+  return count;
+}
+
 // Maximum along dimensions ----------------------------------------------------------------------
 
 // The index of the first maximum, or -1 if n is 0.
@@ -1041,6 +1103,27 @@ GRADTRACE_API int gradtrace_magnitude(int wide, int64_t n, const void* gradient,
     gradtrace::require_places(1, {count, sum});
     wide ? gradtrace::magnitude(n, static_cast<const double*>(gradient), count, sum, threads)
          : gradtrace::magnitude(n, static_cast<const float*>(gradient), count, sum, threads);
+  });
+}
+
+// Norm, largest |x|, number of nonzero elements and Σ |x|.
+GRADTRACE_API int gradtrace_sizes(int64_t n, const float* x, double* out, int threads) {
+  return guarded([&] {
+    gradtrace::require_places(n, {x});
+    gradtrace::require_places(4, {out});
+    gradtrace::sizes(n, x, out, threads);
+  });
+}
+
+// The numbers of elements that are 0: `count` of them, of which those that there is room for.
+GRADTRACE_API int gradtrace_zeros(int wide, int64_t n, const void* x, int64_t room, int64_t* out,
+                                  int64_t* count, int threads) {
+  return guarded([&] {
+    gradtrace::require_places(n, {x});
+    gradtrace::require_places(room, {out});
+    gradtrace::require_places(1, {count});
+    *count = wide ? gradtrace::zeros(n, static_cast<const double*>(x), room, out, threads)
+                  : gradtrace::zeros(n, static_cast<const float*>(x), room, out, threads);
   });
 }
 
