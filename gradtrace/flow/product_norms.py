@@ -63,7 +63,8 @@ class UnmadeProduct(NamedTuple):
         if len(left) != 1:
             return None
         rows, columns = (located(number, self.map.out_shape, s) for s in (steps.row, steps.column))
-        (some, row), (others, column) = (x.unique(return_inverse=True) for x in (rows, columns))
+        some, row = torch.unique(rows, return_inverse=True)
+        others, column = torch.unique(columns, return_inverse=True)
         if len(some) * len(others) > 4 * len(number):
             return None
         return (left[0, some] @ right[0, :, others])[row, column]
