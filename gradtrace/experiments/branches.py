@@ -402,7 +402,11 @@ def _of_group(lines: list[Line], rows: list[Row]) -> str:
         return f"{text}all times are lines (R² of {LINEAR} or more), as the chapter says."
     better = [x for x in lines if x.way in bent and x.more.sign > 0]
     if straight:
-        text += f"{_list(straight)} linear (R² of {LINEAR} or more), {_list(bent)} not."
+        values = [with_interval(x.line, ".3f") for x in lines if x.way in straight]
+        text += (
+            f"{_list(straight)} linear (R² of {LINEAR} or more: {listed(values)}), {_list(bent)} "
+            "not."
+        )
     else:
         text += f"no way's R² reaches {LINEAR}, so the chapter's plain line is too simple here."
     if better:

@@ -40,7 +40,7 @@ def findings(rows: Sequence[Row]) -> Findings:
     """The findings from all rows."""
     trained, timed = models(rows), costs(rows)
     changes = influence_changes(trained)
-    facts = {
+    facts: dict[str, Any] = {
         "seeds": max((len(model.results) for model in trained), default=0),
         "sizes": list(trained[0][2:4]) if trained else [],
         "learned": {model.title: learned_facts(model) for model in trained},

@@ -108,9 +108,11 @@ def test_some_may_be_linear() -> None:
     for row in rows:
         row.result["seconds"]["tracing"] = 1e-3 * row.result["operators"]
     sentence = branches.conclude(rows).sentence
-    assert "PyTorch, own engine and recording are linear (R² of 0.99 or more), tracing is not" in (
-        sentence
-    )
+    one = "1.000 [1.000, 1.000]"
+    assert (
+        f"PyTorch, own engine and recording are linear (R² of 0.99 or more: {one}, {one} and "
+        f"{one}), tracing is not."
+    ) in sentence
 
 
 @degenerate.every
