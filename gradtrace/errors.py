@@ -16,7 +16,7 @@ WITHIN = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
 
 
 def did_you_mean(
-    name: str, known: Iterable[str], most: int = 8, show: Callable[[str], str] = str
+    name: object, known: Iterable[str], most: int = 8, show: Callable[[str], str] = str
 ) -> str:
     """``; did you mean ...?`` for similar names; else a list of the first ``most`` that are known.
 
@@ -24,7 +24,7 @@ def did_you_mean(
     ('; did you mean lstm?', "; there are 'lstm', ...")
     """
     names = [each for each in known if each]
-    if found := get_close_matches(name, names, n=3):
+    if isinstance(name, str) and (found := get_close_matches(name, names, n=3)):
         return f"; did you mean {' or '.join(map(show, found))}?"
     listed = [*map(show, names[:most]), *(["..."] if names[most:] else [])]
     return f"; there are {', '.join(listed) or 'none'}" if most else ""
@@ -128,3 +128,13 @@ def caution(text: str, *more: str) -> None:
         warnings.warn(text, stacklevel=level)
     except Warning:
         print(f"gradtrace: {text}", file=sys.stderr)
+
+
+def check_mergeable(table: object, other: object) -> None:
+    """An error if two tables are not of one kind."""
+    if type(other) is not type(table):
+        mine, theirs = type(table).__name__, type(other).__name__
+        raise GradtraceError(
+            f"{mine} cannot be merged with {theirs}: merge tables that the same call made of other "
+            "losses"
+        )

@@ -457,8 +457,13 @@ def test_components_that_are_no_names(table: str) -> None:
         ask(3)
     with pytest.raises(GradtraceError, match="component 3 is made of 3; give names"):
         ask([3])
+    for thing in (b"middle", torch.tensor(1)):
+        with pytest.raises(GradtraceError, match="give names"):
+            ask(thing)
     with pytest.raises(GradtraceError, match="called by names, not 3"):
         ask({3: ["middle"]})
+    with pytest.raises(GradtraceError, match=r"called by names, not \['middle'\]"):
+        ask([["middle"]])
     with pytest.raises(GradtraceError, match="'it' is made of nothing"):
         ask({"it": []})
     with pytest.raises(UnknownName, match="'' is the whole model"):
@@ -503,8 +508,14 @@ def test_batches_that_pass_none_of_the_components() -> None:
     model, x = Branches().double(), torch.randn(2, 3).double()
     with gt.watch(model) as watch:
         loss = model(x, both=False)
-    with pytest.raises(GradtraceError, match="no path from a leaf to this loss can pass 'a', 'b'"):
-        watch.trace(loss).decompose(["a", "b"])
+    trace = watch.trace(loss)
+    for ask in (trace.decompose, trace.mass):
+        with pytest.raises(
+            GradtraceError, match="no path from a leaf to this loss can pass 'a', 'b'"
+        ):
+            ask(["a", "b"])
+    assert "no path from a leaf can pass a, b\n" in str(trace.influence(["a", "b", "out"]))
+    assert "can pass" not in str(trace.influence())
     split = [gt.decompose(model, lambda m, way: m(x, way), ways, components=["a", "b"])
              for ways in ([True], [False, True])]  # fmt: skip
     assert split[1].pairs == 2 and split[1].shares == split[0].shares
@@ -520,3 +531,31 @@ def test_leaves_without_elements() -> None:
             assert "No element has a path" in str(table) and "nan" not in str(table)
             assert "of elements" not in str(table)
         assert "nan" not in str(trace.spectrum()) and "nan" not in str(trace.mass())
+
+
+def test_arguments_of_the_wrong_type() -> None:
+    model = Branches()
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(2, 3))
+    trace: Any = watch.trace(loss)
+    split, mass, table, forks = trace.decompose(), trace.mass(), trace.influence(), trace.choices()
+    for of in (3, model.out.weight, [None]):
+        for ask in (trace.influence, trace.choices, trace.coverage):
+            with pytest.raises(UnknownName, match="is no name of a leaf; give names such as"):
+                ask(of=of)
+    for leaf in (3, None, ["out.weight"]):
+        for ask in (trace.path, lambda name: split.gradient("a", name)):
+            with pytest.raises(UnknownName, match=r"no leaf .* takes part in this loss; there are"):
+                ask(leaf)
+    for seed in (1.5, "1", None, 1 << 70):
+        with pytest.raises(GradtraceError, match="seed is a whole number"):
+            trace.influence(sample=3, seed=seed)
+    for measures in ("mass", 3, None):
+        with pytest.raises(GradtraceError, match="measures are several"):
+            trace.choices(measures)
+    for one, other in ((split, mass), (table, split), (mass, forks), (forks, table), (mass, None)):
+        with pytest.raises(GradtraceError, match=f"cannot be merged with {type(other).__name__}"):
+            one.merge(other)
+    for ask in (gt.influence, gt.decompose):
+        with pytest.raises(GradtraceError, match="loader must give batches one by one, got int"):
+            ask(model, lambda m, x: m(x), 3)

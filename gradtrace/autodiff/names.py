@@ -236,6 +236,6 @@ class LazyGradients(Mapping[str, Tensor]):
         return printable(f"gradients of {', '.join(self._makers)}")
 
 
-def unknown(kind: str, name: str, known: Mapping[str, object]) -> str:
+def unknown(kind: str, name: object, known: Mapping[str, object]) -> str:
     """The error message for a name that is not among ``known``."""
     return f"no {kind} {name!r} takes part in this loss{did_you_mean(name, known)}"

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrace.autodiff.names import unknown
 from gradtrace.components.module_parts import ModuleParts, WholeProgram
@@ -36,9 +36,18 @@ def spelt(components: Components) -> Components:
     return found
 
 
+def impossible(names: Sequence[str]) -> GradtraceError:
+    """The error for components of which no path can pass any."""
+    named = ", ".join(map(repr, names[:4])) + (", ..." if names[4:] else "")
+    return GradtraceError(
+        f"no path from a leaf to this loss can pass {named}: not called, or nothing behind it "
+        "needs a gradient"
+    )
+
+
 def _listed(given: Any) -> Any:
     """Several names as a list; what is none is left as it is, for an error."""
-    alone = isinstance(given, (str, nn.Module)) or not isinstance(given, Iterable)
+    alone = isinstance(given, (str, bytes, nn.Module, Tensor)) or not isinstance(given, Iterable)
     return given if alone else list(given)
 
 
@@ -266,7 +275,7 @@ class ComponentFinder:
             return ComponentSelection(found, self.component_bits)
         components = spelt(components)
         if isinstance(components, list):
-            components = {name: name for name in components}
+            components = {name: name for each in components for name in self._names(each, each)}
         if not isinstance(components, Mapping):
             raise GradtraceError(self._not_names("components", components))
         if not components:

@@ -190,6 +190,8 @@ def over_batches(
     """
     model, loss_fn, loader = given
     checkpoint, progress, group, sharded = options
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        raise GradtraceError(f"loader must give batches one by one, got {type(loader).__name__}")
     if is_tensor_parallel(model):
         group = _together(group, checkpoint)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import nan
 
@@ -76,8 +76,9 @@ def _shares(forks: Sequence[Fork], through: Sequence[float]) -> dict[tuple[str, 
 
 
 def _check_measures(measures: Sequence[str]) -> None:
-    if isinstance(measures, str):
-        raise GradtraceError(f"measures are several: measures=({measures!r},)")
+    if isinstance(measures, str) or not isinstance(measures, Iterable):
+        given = measures if isinstance(measures, str) else MEASURES[0]
+        raise GradtraceError(f"measures are several: measures=({given!r},)")
     for measure in measures:
         if measure not in MEASURES:
             raise UnknownName(f"measure {measure!r} is none of {', '.join(MEASURES)}")

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradtrace.components.components import ComponentSelection
-from gradtrace.errors import GradtraceError
+from gradtrace.components.components import ComponentSelection, impossible
 from gradtrace.ir import memory
 from gradtrace.measures.decomposition import ComponentPart, Decomposition, LeafPart, Products
 from gradtrace.measures.leaf_products import gram, gram_by_pair, leaf_gram
@@ -53,12 +52,7 @@ def decomposed(traced: TracedProgram, chosen: ComponentSelection) -> Decompositi
 def possible(found: Decomposition) -> Decomposition:
     """The decomposition; an error if no path can pass any of its components."""
     if not found.parts:
-        names = [repr(row.name) for row in found.rows]
-        named = ", ".join(names[:4]) + (", ..." if names[4:] else "")
-        raise GradtraceError(
-            f"no path from a leaf to this loss can pass {named}: not called, or nothing behind it "
-            "needs a gradient"
-        )
+        raise impossible([row.name for row in found.rows])
     return found
 
 

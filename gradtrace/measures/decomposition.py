@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
+from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.measures.through import ThroughSource
 from gradtrace.printable import printable
@@ -262,6 +262,7 @@ class Decomposition(Tabular):
         """
         result = self
         for other in others:
+            check_mergeable(self, other)
             result = _merged(result, other)
         return replace(result, source=None)
 

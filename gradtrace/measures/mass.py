@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff.loss_checks import isolated
-from gradtrace.components.components import Components, ComponentSelection
-from gradtrace.errors import GradtraceError, NonFinite, UnknownName, did_you_mean
+from gradtrace.components.components import Components, ComponentSelection, impossible
+from gradtrace.errors import (
+    GradtraceError,
+    NonFinite,
+    UnknownName,
+    check_mergeable,
+    did_you_mean,
+)
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries
@@ -165,6 +171,7 @@ class Mass(Tabular):
         """
         result = self
         for other in others:
+            check_mergeable(self, other)
             if other.p != result.p:
                 raise GradtraceError(
                     f"masses with p = {result.p:g} and p = {other.p:g} cannot be merged"
@@ -248,7 +255,11 @@ class Mass(Tabular):
 def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
     """The table of components; see ``Mass``."""
     checked_power(p)
-    table = mass_through(traced, chosen_components(traced, components), p)
+    chosen = chosen_components(traced, components)
+    may = traced.kept.facts(chosen).mass_plan(traced.program).entries.may
+    if not any(may[leaf.value] for leaf in traced.program.leaves):
+        raise impossible([each.name for each in chosen.components])
+    table = mass_through(traced, chosen, p)
     return replace(table, source=_gradient_source(traced)) if p == 1 == traced.pairs else table
 
 

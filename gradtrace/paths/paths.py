@@ -21,6 +21,7 @@ from gradtrace.paths.path_forest import PathForest, PathProvenance, SliceBits
 from gradtrace.paths.path_search import PathEdge, PathFollower
 from gradtrace.paths.tensor_paths import TensorEdge
 from gradtrace.printable import printable
+from gradtrace.pytorch.random_state import seeded
 from gradtrace.types import Shape
 
 K = TypeVar("K")
@@ -433,7 +434,7 @@ def sampled(sizes: Mapping[K, int], sample: int, seed: int) -> dict[K, Tensor]:
     tensor, in ascending order.
     """
     total = sum(sizes.values())
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     if sample >= total:
         drawn = torch.arange(total, device="cpu")
     elif total <= PERMUTED_MAX_ELEMENTS or 4 * sample > total:

@@ -7,10 +7,13 @@ import random
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from gradtrace.errors import GradtraceError
 
 MERSENNE = 624
 """Words of the state of a Mersenne twister, as Python and NumPy have one."""
@@ -23,6 +26,13 @@ def cuda_devices(model: nn.Module) -> list[int]:
     """The numbers of the GPUs that a model is on."""
     tensors = (*model.parameters(), *model.buffers())
     return sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+
+
+def seeded(seed: Any) -> torch.Generator:
+    """A generator on the CPU; an error for a seed that is no whole number of 64 bits."""
+    if not isinstance(seed, Integral) or not -(1 << 63) <= int(seed) < 1 << 63:
+        raise GradtraceError(f"seed is a whole number of at most 64 bits, not {seed!r}")
+    return torch.Generator().manual_seed(int(seed))
 
 
 @dataclass(eq=False)

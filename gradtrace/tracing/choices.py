@@ -9,7 +9,7 @@ from fractions import Fraction
 from math import isfinite, isnan, log2, nan
 from typing import Any
 
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
+from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean
 from gradtrace.io import plotting
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
@@ -133,6 +133,8 @@ class Choices(Tabular):
             One table.
         """
         tables = (self, *others)
+        for other in others:
+            check_mergeable(self, other)
         if any(other.rule != self.rule for other in others):
             rules = " and ".join(sorted({table.rule for table in tables}))
             raise GradtraceError(f"choices by different rules cannot be merged: {rules}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -270,7 +271,8 @@ def taking_part(traced: TracedProgram, of: Leaves, parameters: Sequence[str]) ->
 
 
 def _patterns(of: Leaves) -> list[str]:
-    patterns = [of] if isinstance(of, str) else list(of)
+    several = isinstance(of, Iterable) and not isinstance(of, (str, Tensor))
+    patterns: list[Any] = list(of) if several else [of]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise UnknownName(

@@ -18,6 +18,7 @@ from gradtrace.kernels.path_table import NOT_WHOLE
 from gradtrace.paths.path_forest import PathForest, PathProvenance, different_sets
 from gradtrace.paths.path_machine import follow
 from gradtrace.paths.paths import path_bits, path_provenance, sampled
+from gradtrace.pytorch.random_state import seeded
 from gradtrace.tracing.traced_program import TracedProgram
 
 MAX_LOSSES = 8
@@ -136,7 +137,7 @@ def drawn_sample(
             "is no part of a gradient that they carry; trace with granularity='scalar'"
         )
     sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     losses = torch.randperm(traced.pairs, generator=generator, device="cpu")[:max_losses]
     for number, pair in enumerate(losses.sort().values.tolist()):
         size = sample // len(losses) + (number < sample % len(losses))

@@ -11,7 +11,13 @@ from math import log2
 from typing import Any, Literal, Protocol
 
 from gradtrace.autodiff.names import enclosing
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, not_one_of
+from gradtrace.errors import (
+    GradtraceError,
+    UnknownName,
+    check_mergeable,
+    did_you_mean,
+    not_one_of,
+)
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.tracing.choices import Choice, Choices
@@ -220,6 +226,7 @@ class Influence(Tabular):
         """
         result = self
         for other in others:
+            check_mergeable(self, other)
             if (other.weight, other.rule) != (result.weight, result.rule):
                 raise GradtraceError(
                     f"a table by {result.rule} and {result.weight} cannot be merged with one by "
@@ -301,8 +308,15 @@ class Influence(Tabular):
             for row in self.rows
         )
         pairs = f", {self.pairs:,} pairs" if self.pairs > 1 else ""
-        notes = (*([SERIES_NOTE] if series else []), *self._inside(), *self.notes)
+        words = [*([SERIES_NOTE] if series else []), *self._impassable(), *self._inside()]
+        notes = (*words, *self.notes)
         return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, notes)
+
+    def _impassable(self) -> list[str]:
+        """Which components no path can pass, of those without parameters that could."""
+        none = [r.name for r in self.rows if not (r.count.e or r.unreached or r.own)]
+        more = f" and {len(none) - 3} more" if none[3:] else ""
+        return [f"no path from a leaf can pass {', '.join(none[:3])}{more}"] if none else []
 
     def _inside(self) -> list[str]:
         """Why a module may have a larger share than the one that it is in, if one has."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError
 from gradtrace.ir.passes.leaf_rows import keep_rows
 from gradtrace.ir.program import Leaf
+from gradtrace.pytorch.random_state import seeded
 from gradtrace.tracing.influence import Influence, Row
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.moments import Moments
@@ -89,7 +90,7 @@ def _drawn(wanted: Sequence[tuple[int, int, int]], seed: int) -> Tensor:
     """
     found = list[Tensor]()
     for number, height, rows in wanted:
-        generator = torch.Generator().manual_seed(seed_of(seed, number))
+        generator = seeded(seed_of(seed, number))
         found.append(torch.randperm(height, generator=generator, device="cpu")[:rows])
     return torch.cat(found)
 

@@ -125,7 +125,7 @@ class TracedProgram:
 
     def leaf(self, name: str) -> Leaf:
         """The leaf of a name, which may be any of its names."""
-        first = self.gradients.aliases.get(name, name)
+        first = self.gradients.aliases.get(name, name) if isinstance(name, str) else None
         if first not in self.leaves:
             raise UnknownName(unknown("leaf", name, self.leaves))
         return self.leaves[first]
