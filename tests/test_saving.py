@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
+from gradtrace.components.forks import find_forks
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io import container
+from gradtrace.measures import choosing
 from gradtrace.trace import Trace
 
 
@@ -153,3 +155,20 @@ def test_weights_changed_before_saving_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match="changed in place"):
         made.save(tmp_path / "x")
     assert not list(tmp_path.iterdir())
+
+
+def test_forks_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the report in a file and the file itself have them."""
+    found: list[object] = []
+
+    def count(*given: Any) -> Any:
+        found.append(given)
+        return find_forks(*given)
+
+    monkeypatch.setattr(choosing, "find_forks", count)
+    x = torch.ones(3, requires_grad=True)
+    trace = gt.trace((x + x.sin()).sum(), names={"x": x})
+    trace.save(tmp_path / "x.gradtrace")
+    trace.save(tmp_path / "y.gradtrace")
+    assert len(found) == 1
+    assert gt.load(tmp_path / "y.gradtrace").choices().shares == trace.choices().shares

@@ -52,6 +52,13 @@ def choices(
     return Choices(rows, traced.pairs, traced.rule, table.notes)
 
 
+def all_choices(traced: TracedProgram) -> Choices:
+    """``choices`` of all elements at the main forks, found once: reports and files both have it."""
+    if traced.divided is None:
+        traced.divided = choices(traced)
+    return traced.divided
+
+
 def _gradients(traced: TracedProgram, chosen: ComponentSelection) -> list[float]:
     """Of each branch ⟨g_branch, g⟩: what the gradient through it adds to the gradient, signed."""
     return [float(row.whole.t) for row in decomposed(traced, chosen).rows]

@@ -590,8 +590,10 @@ def _exchanges(module: nn.Module) -> Iterator[_Exchange]:
 def _observed(value: Any) -> Any:
     """The value with ``CallEvent``s for bound ``forward``s; itself if it has none."""
     if type(value) is MethodType:
-        kept = value.__name__ == "forward" and isinstance(value.__self__, nn.Module)
-        return CallEvent(value.__self__, value, kept=True) if kept else value
+        owner = value.__self__
+        if value.__name__ == "forward" and isinstance(owner, nn.Module):
+            return CallEvent(owner, value, kept=True)
+        return value
     if type(value) is functools.partial:
         run = _observed(value.func)
         return value if run is value.func else functools.partial(run, *value.args, **value.keywords)

@@ -118,7 +118,7 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen.clear()
 
 
-class _UncompiledUndo(Undo):
+class _UncompiledUndo(Undo):  # type: ignore[no-untyped-call]
     """An ``Undo`` whose code ``torch.compile`` does not trace."""
 
     @classmethod

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import nan
 
 from gradtrace.errors import TooLarge
-from gradtrace.measures.choosing import choices
+from gradtrace.measures.choosing import all_choices, choices
 from gradtrace.report.model import Branch, Fork, Module
 from gradtrace.report.tuning import FORK_MAX_BRANCHES, MAX_FORKS, SAMPLED_ELEMENTS
 from gradtrace.tracing.choices import Choice, Choices
@@ -21,7 +21,8 @@ def forks(
     """The forks of a trace; None if there are too many to analyse. ``small``: of a sample."""
     scalar = traced.granularity == "scalar"
     try:
-        found = choices(traced, sample=(SAMPLED_ELEMENTS, 0) if small and scalar else None)
+        drawn = SAMPLED_ELEMENTS, 0
+        found = choices(traced, sample=drawn) if small and scalar else all_choices(traced)
     except TooLarge:
         return None
     return shown(found, {module.name: n for n, module in enumerate(modules)})

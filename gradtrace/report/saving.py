@@ -17,7 +17,7 @@ from gradtrace.autodiff.names import Gradients, unknown
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
-from gradtrace.measures.choosing import choices
+from gradtrace.measures.choosing import all_choices
 from gradtrace.paths.paths import Path, Paths, PathStep, ravel, unravel
 from gradtrace.report.attribution import Graph
 from gradtrace.report.attribution import attribution as of_attribution
@@ -191,7 +191,7 @@ def save(
     kinds, arrays = _packed(paths)
     divided: dict[str, Any] = {}
     with suppress(TooLarge):
-        divided["choices"] = choices(trace).to_dict()
+        divided["choices"] = all_choices(trace).to_dict()
     meta = {
         "rule": trace.rule,
         "granularity": trace.granularity,

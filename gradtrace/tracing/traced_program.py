@@ -24,6 +24,7 @@ from gradtrace.linops.sharded import sharded_model
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.paths.paths import Builder, ravel
 from gradtrace.pytorch.wrapped_modules import named_parameters
+from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
 
 
@@ -46,6 +47,7 @@ class TracedProgram:
     whole: WholeProgram | None = field(default=None, repr=False)  # where parts are found
     unseen: tuple[str, ...] = field(default=(), repr=False)  # notes on modules that were not called
     _states: TensorStates | None = field(default=None, repr=False)  # not checked anew in copies
+    divided: Choices | None = field(default=None, init=False, repr=False)  # of all elements
     _followers: dict[int, PathFollower] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
