@@ -289,18 +289,19 @@ def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor |
 def _zeros_of_sum(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor:
     """The numbers of the elements of a sum that are 0, of those that may get a contribution."""
     backend = backend_of(value)
-    none = torch.empty(0, dtype=torch.int64, device=value.device)
-    if not backend.synchronises:
-        if not any(bool(part.x.any()) for part in parts):
-            return none  # all contributions are 0
+    waits, at = backend.synchronises, None
+    if not waits and value.is_contiguous():
         at = backend.zeros(value)
-        if ROW_COST_ELEMENTS * len(at) <= value.numel():
-            return at  # so few that each is looked at
-        possible = _may_be_nonzero(parts)
+    elif not (waits and value.numel() <= ZERO_SEARCH_MAX_ELEMENTS) and bool(value.all()):
+        at = torch.empty(0, dtype=torch.int64, device=value.device)
+    if at is not None and not len(at):
+        return at
+    if not waits and not any(bool(part.x.any()) for part in parts):
+        return torch.empty(0, dtype=torch.int64, device=value.device)  # all contributions are 0
+    possible = _may_be_nonzero(parts)
+    if at is not None:
         return at if possible is None else at[possible.reshape(-1)[at]]
-    if value.numel() > ZERO_SEARCH_MAX_ELEMENTS and bool(value.all()):
-        return none
-    zero, possible = value == 0, _may_be_nonzero(parts)
+    zero = value == 0
     if possible is not None:
         zero &= possible.reshape(zero.shape)
     return zero.reshape(-1).nonzero().reshape(-1)
