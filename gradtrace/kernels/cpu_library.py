@@ -11,6 +11,7 @@ import os
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,6 +75,16 @@ def library() -> ctypes.CDLL | None:
         reason,
     )
     return None
+
+
+def brief(name: str) -> Any:
+    """A function of the library for short calls: it keeps the interpreter's lock, and takes ctypes
+    objects of the right types. None if the library has none of this name.
+    """
+    found = library()
+    if found is None or not hasattr(found, f"gradtrace_{name}"):
+        return None
+    return ctypes.PyDLL(found._name)[f"gradtrace_{name}"]
 
 
 def _declare(found: ctypes.CDLL) -> None:

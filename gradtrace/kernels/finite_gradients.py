@@ -7,6 +7,7 @@ compiled function some microseconds.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from math import isfinite, nan
 
@@ -34,14 +35,14 @@ class FiniteGradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = tuple(parameters)
-        library = cpu_library.library() if all(each.is_cpu for each in parameters) else None
-        self._compiled = getattr(library, "gradtrace_first_nonfinite", None)
+        here = all(each.is_cpu for each in parameters)
+        self._compiled = cpu_library.brief("first_nonfinite") if here else None
         if any(each.dtype not in KINDS for each in parameters):
             self._compiled = None
         self._known = [(3 * n, p, p.dtype, p.numel()) for n, p in enumerate(parameters)]
         facts = [each for p in parameters for each in (0, p.numel(), KINDS.get(p.dtype, 0))]
-        self._items = (ctypes.c_int64 * len(facts))(*facts)  # addresses, sizes and kinds
-        self._address = ctypes.c_void_p(ctypes.addressof(self._items))
+        self._items = array("q", facts)  # addresses, sizes and kinds
+        self._address = ctypes.c_void_p(self._items.buffer_info()[0])
         self._count = ctypes.c_int64(len(parameters))
 
     def finite(self) -> bool:
