@@ -212,9 +212,17 @@ class ZeroFinder:
         return Reason.CANCELLED if kind in ("Sum", "Expand", "Add", "Sub", "View") else reason
 
     def _zero_scale(self, node: Node) -> Tensor | None:
-        """The weight of a normalisation, if it is 0 everywhere."""
-        weight = getattr(node, "_saved_weight", None) if "Norm" in kind_of(node) else None
-        return weight if isinstance(weight, Tensor) and not bool(weight.any()) else None
+        """The weight of a normalisation, if it is 0 everywhere; those of a loss's classes, if they
+        are 0 for all that occur.
+        """
+        kind = kind_of(node)
+        is_loss = kind.startswith("NllLoss")
+        weight = getattr(node, "_saved_weight", None) if is_loss or "Norm" in kind else None
+        if not isinstance(weight, Tensor):
+            return None
+        target = getattr(node, "_saved_target", None) if is_loss else None
+        used = weight if target is None else weight[target[target != node._saved_ignore_index]]
+        return weight if used.numel() and not bool(used.any()) else None
 
     def _factors(self, node: Node) -> tuple[Node | None, ...]:
         edges = [child for child, _ in self.sizes.edges[node]]
@@ -234,6 +242,8 @@ class ZeroFinder:
         record = self.record
         factors = operation.inputs[slice(1, 3) if operation.name in SUMMAND_FIRST else slice(2)]
         if record is not None and (scale := self._zero_scale(node)) is not None:
+            if kind_of(node).startswith("NllLoss"):
+                return ": the weight= of all classes that occur is 0"
             weight = self.named.get(record.known(scale) or 0, "its weight")
             return f": {weight} is 0"
         if record is None or len(operation.inputs) > 3:  # one that does more than multiply

@@ -489,6 +489,18 @@ def function_without_gradient() -> Any:
 # Gradients of exactly zero -----------------------------------------------------------------------
 
 
+@case("multiplied by zero", "enc", "head")
+def class_weights_of_zero() -> Any:
+    model = Net(torch.tanh)
+    x, y = data()
+    weight = torch.tensor([0.0, 0.0, 1.0])
+
+    def step() -> Tensor:
+        return F.cross_entropy(model(x), y % 2, weight, reduction="sum")  # HERE
+
+    return model, step
+
+
 @case("multiplied by zero", "aux")
 def loss_weight_of_zero() -> Any:
     class Two(Net):
