@@ -47,6 +47,12 @@ def test_mutants_are_read_or_refused(tmp_path: Path, kind: str) -> None:
     assert {trial.told for trial in found} >= ({"refused"} if kind != "results" else {"read"})
 
 
+def test_shapes_have_limits() -> None:
+    schemas.SHAPE([1] * 64)
+    with pytest.raises(SchemaMismatch, match="65 items"):
+        schemas.SHAPE([1] * 65)
+
+
 # Bombs -------------------------------------------------------------------------------------------
 
 
