@@ -276,7 +276,8 @@ class Tally:
         weights = [gradient]
         if self.drawn is not None:
             weights.append((gradient / self.drawn.unit).square())
-        there, ids = ids.unique(return_inverse=True)  # few of the leaves and sets that could be
+        # few of the leaves and sets that could be occur
+        there, ids = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         found = [backend_of(ids).tally(ids.int(), weight, len(there)) for weight in weights]
         return [(_at(there, counts, count), _at(there, sums, count)) for counts, sums in found]
 
