@@ -12,7 +12,7 @@ import torch
 from architectures import ARCHITECTURES
 from backends import CPU, imitate_gpu, using
 from thorough import some
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from waits import Waits
 
@@ -216,6 +216,25 @@ def test_watched_values(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not in_range(deferred)
 
 
+def test_parts_of_large_values(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large value a part tells that it is in range, unless that part is 0."""
+    monkeypatch.setattr(rescaling, "WATCHED_ELEMENTS", 4)
+    ones, few = torch.ones(40), torch.cat([torch.ones(4), torch.zeros(36)])
+    for value, parts, holds in ((ones, True, True), (few, True, False), (few, False, True)):
+        deferred = DeferredRescaling(Abs(), 1, parts)
+        deferred.balanced(ScaledValue((value,), 0, age=1))
+        assert in_range(deferred) is holds
+    for size in (2.0**-60, 2.0**60):
+        deferred = DeferredRescaling(Abs(), 1, parts=True)
+        deferred.balanced(ScaledValue((torch.full((8, 5), size).T,), 0, age=1))
+        assert not in_range(deferred)
+    table = nn.Embedding(9, 4, dtype=torch.float64)
+    only_deferred(monkeypatch)
+    for _ in range(2):  # its gradient is 0 in the middle
+        loss = (table(torch.tensor([0])) * 2).sum() + (table.weight * 0.0).sum()
+        assert gt.trace(loss, names={"table": table.weight}).mass("operators").total == 8.0
+
+
 def test_growth_within_a_few_steps(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where values leave their range they are rescaled more often, still unread; the next loss of
     the structure begins with what was right, and other powers for themselves.
@@ -224,18 +243,18 @@ def test_growth_within_a_few_steps(gpu: None, monkeypatch: pytest.MonkeyPatch) -
     tried = []
     first = DeferredRescaling.__init__
 
-    def init(self: DeferredRescaling, semiring: Abs, often: int = 1) -> None:
+    def init(self: DeferredRescaling, semiring: Abs, often: int = 1, parts: bool = False) -> None:
         tried.append(often)
-        first(self, semiring, often)
+        first(self, semiring, often, parts)
 
     monkeypatch.setattr(DeferredRescaling, "__init__", init)
     assert deep(6, 1.0, 2.0).mass("arguments").total == 2 * (3**6 + 3)
     table = deep(10, 4000.0, -6000.0).mass("arguments")
-    assert tried == [1, 1, 2, 8]
+    assert tried == [1, 1, 1, 2, 8]
     again = deep(10, 4000.0, -6000.0)
-    assert again.mass("arguments").shares == table.shares and tried[4:] == [8]
+    assert again.mass("arguments").shares == table.shares and tried[5:] == [8]
     again.mass("arguments", p=0.25)
-    assert tried[5:] == [1]
+    assert tried[6:] == [1]
     assert float(table[table.names[0]].moments.e / 10000**10) == pytest.approx(2, rel=1e-5)
 
 

@@ -35,6 +35,12 @@ TRIED_OFTEN = (1, 2, 8)
 other, before they are read one by one.
 """
 
+WATCHED_ELEMENTS = 1 << 16
+"""Of larger values so many elements are looked at, in one piece: if the largest of these is not too
+small, that of all is not; and what is too large becomes infinite, and stays so. Where such a piece
+is 0, which tells nothing, values are looked at as a whole.
+"""
+
 WAITING_VALUES, WAITING_BYTES = 96, 1 << 29
 """How many values, and bytes of them, are kept at most until their norms are computed together."""
 
@@ -81,7 +87,20 @@ class UnreadScales(NamedTuple):
 
     powers: Sequence[Tensor]
     sizes: Sequence[Tensor]
-    limits: tuple[float, ...]
+    limits: tuple[SizeLimit, ...]
+
+
+class SizeLimit(NamedTuple):
+    """The largest that the largest element may be, its inverse the smallest; it may be 0 unless
+    only a ``part`` of the value was looked at.
+    """
+
+    most: float
+    part: bool = False
+
+    def holds(self, size: float) -> bool:
+        """Whether a largest element is in range."""
+        return 1 / self.most <= size <= self.most if size or self.part else True
 
 
 class Rescaling:
@@ -148,15 +167,16 @@ class DeferredRescaling(Rescaling):
     are at least 0. Nothing is read: see ``unread``.
     """
 
-    def __init__(self, semiring: Semiring, often: int = 1) -> None:
+    def __init__(self, semiring: Semiring, often: int = 1, parts: bool = False) -> None:
         super().__init__(semiring)
+        self.parts = parts  # of large values only a part is looked at
         self.steps = max(1, DEFERRED_STEPS // often)
         self.steps_alone = max(1, DEFERRED_STEPS_ALONE // often)
         self._powers: list[Tensor] = []
         self._inverses: dict[tuple[int, ...], Tensor] = {}
         self._ones: dict[tuple[int, ...], Tensor] = {}
         self._summed, self._watched = _Norms(1.0), _Norms(inf)
-        self._sizes: list[tuple[Scalar, float]] = []
+        self._sizes: list[tuple[Scalar, SizeLimit]] = []
 
     def balanced(self, held: ScaledValue, alone: bool = False) -> ScaledValue:
         """The same value, divided by the power of two of its largest element if it is due."""
@@ -165,10 +185,12 @@ class DeferredRescaling(Rescaling):
             return held
         whole, bits, range_ = EXPONENT_BITS[x.dtype]
         seen = Scalar(None, 0)
-        self._sizes.append((seen, 2.0**range_))
         if held.age < (self.steps_alone if alone else self.steps):
-            self._watched.append(seen, without_repetition(x))
+            part = self.parts and x.numel() > WATCHED_ELEMENTS and is_dense(x)
+            self._sizes.append((seen, SizeLimit(2.0**range_, part)))
+            self._watched.append(seen, _middle(x) if part else without_repetition(x))
             return held
+        self._sizes.append((seen, SizeLimit(2.0**range_)))
         seen.value = size = x.amax()
         power = size.view(whole).bitwise_and(bits).view(x.dtype).clamp(min=2.0**-range_)
         return held._replace(value=(x / power,), powers=(*held.powers, self._number(power)), age=0)
@@ -250,6 +272,12 @@ class DeferredRescaling(Rescaling):
         return UnreadScales(self._powers, sizes, tuple(most for _, most in self._sizes))
 
 
+def _middle(x: Tensor) -> Tensor:
+    """``WATCHED_ELEMENTS`` of a dense tensor."""
+    first = x.storage_offset() + (x.numel() - WATCHED_ELEMENTS) // 2
+    return x.as_strided((WATCHED_ELEMENTS,), (1,), first)
+
+
 class _Norms:
     """Norms of many tensors whose elements are at least 0, or of products of two, computed some at
     a time: each would be a launch of its own.
@@ -265,7 +293,11 @@ class _Norms:
         next ``flush`` at the latest.
         """
         self._waiting.append((result, x, y))
-        self._bytes += x.numel() * x.itemsize * (1 if y is None else 2)
+        self._bytes += (
+            min(x.untyped_storage().nbytes(), WAITING_BYTES)
+            if y is None
+            else (2 * x.numel() * x.itemsize)
+        )
         if len(self._waiting) >= WAITING_VALUES or self._bytes > WAITING_BYTES:
             self.flush()
 
@@ -302,9 +334,11 @@ def rescaled(
     """
     if isinstance(semiring, Abs) and backend_of(program.seed).synchronises:
         tried = program.facts.rescaled_often
-        for n in range(tried.get(semiring.p, 0), len(TRIED_OFTEN)):
+        ways = [(TRIED_OFTEN[0], True), *((often, False) for often in TRIED_OFTEN)]
+        for n in range(tried.get(semiring.p, 0), len(ways)):
             tried[semiring.p] = n
-            found = compute(DeferredRescaling(semiring, TRIED_OFTEN[n]))
+            rescaling = DeferredRescaling(semiring, *ways[n])
+            found = compute(rescaling)
             if found is not None:
                 return found
     found = compute(Rescaling(semiring))

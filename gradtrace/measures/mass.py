@@ -297,9 +297,9 @@ def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSel
 
         def run(rescaling: Rescaling) -> list[PathMass] | None:
             if isinstance(rescaling, DeferredRescaling):  # which reads nothing
-                key, maps = (semiring.p, rescaling.steps, traced.pairs), program.maps
+                key = (semiring.p, rescaling.steps, rescaling.parts, traced.pairs)
                 once = partial(collect, rescaling)
-                layout, tensors = facts.mass_tapes.run(key, program.seed, maps, once)
+                layout, tensors = facts.mass_tapes.run(key, program.seed, program.maps, once)
             else:
                 layout, tensors = collect(rescaling)
             return path_masses(layout.read(tensors))

@@ -22,7 +22,7 @@ from gradtrace.ir.interpreter import applied, is_move, reshaped, value_of
 from gradtrace.ir.passes.entries import Entries, Entry, find_entries
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program, Step, Term
-from gradtrace.ir.rescaling import Rescaling, Scalar, ScaledValue
+from gradtrace.ir.rescaling import Rescaling, Scalar, ScaledValue, SizeLimit
 from gradtrace.kernels import fetch_scalars
 from gradtrace.kernels.strides import without_repetition
 from gradtrace.linops import (
@@ -450,7 +450,7 @@ class SumLayout(NamedTuple):
 
     groups: tuple[dict[Any, list[tuple[int, tuple[int, ...]]]], ...]
     powers: int
-    limits: tuple[float, ...] | None
+    limits: tuple[SizeLimit, ...] | None
     logarithms: bool
 
     @classmethod
@@ -505,8 +505,7 @@ class SumLayout(NamedTuple):
         """
         if not all(map(isfinite, numbers)) or not all(0 < x < inf for x in powers):
             return False
-        pairs = zip(sizes, self.limits or ())
-        return all(not size or 1 / most <= size <= most for size, most in pairs)
+        return all(limit.holds(size) for size, limit in zip(sizes, self.limits or ()))
 
 
 def path_masses(
