@@ -224,7 +224,7 @@ def test_an_element_counts_as_its_own() -> None:
         ({"of": ["embed.weight", "nothing.*"]}, UnknownName, "no leaf 'nothing"),
         ({"of": []}, UnknownName, "names no leaf"),
         ({"of": ""}, UnknownName, "no leaf ''"),
-        ({"of": 3}, TypeError, "iter"),
+        ({"of": 3}, UnknownName, "no name of a leaf"),
         ({"of": [3]}, UnknownName, "no name of a leaf"),
         ({"index": (0, 0)}, GradtraceError, "say which"),
         ({"of": "rnn", "index": 0}, GradtraceError, "matches 4"),

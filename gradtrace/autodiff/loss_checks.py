@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from inspect import getattr_static
 
 import torch
 from torch import Tensor, nn
@@ -255,7 +256,7 @@ def unseen_modules(
 
 
 def _cannot_be_called(module: nn.Module | None) -> bool:
-    return module is None or type(module).forward is nn.Module.forward
+    return module is None or getattr_static(type(module), "forward", None) is nn.Module.forward
 
 
 def _is_in_class_of_torch(name: str, modules: Mapping[str, nn.Module]) -> bool:

@@ -276,11 +276,15 @@ class _Recorder(TorchFunctionMode):
             raise NotReplayable("a tensor that is no map's and no call's")
         return found[1]
 
-    def _result(self, tensor: Tensor) -> int:
-        found = self._numbers.get(id(tensor))
-        if found is not None and found[0]() is tensor:
-            return found[1]
-        self._name(tensor, self.size)
+    def _result(self, tensor: Tensor | None) -> int:
+        """The number of a result, a new one unless it is an argument; some functions return None
+        beside tensors.
+        """
+        if tensor is not None:
+            found = self._numbers.get(id(tensor))
+            if found is not None and found[0]() is tensor:
+                return found[1]
+            self._name(tensor, self.size)
         self.size += 1
         return self.size - 1
 
