@@ -101,6 +101,7 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "sparse_sum": PLAIN.sparse_sum,
     "normalise": _normalised,
     "normalise_at": PLAIN.normalise_at,
+    "zeros": PLAIN.zeros,
 }
 """What each operation of a backend is, in plain torch on the CPU."""
 
@@ -116,9 +117,9 @@ SAME = {
 
 NONE = {
     *("fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"),
-    *("sums_lines", "normalised_sums", "follows_paths", "follow_paths"),
+    *("sums_lines", "normalised_sums", "follows_paths", "follow_paths", "sizes"),
 }
-"""What only a GPU has, as leaves counted in one launch: ``Reference`` does without."""
+"""What only one kind of device has, as leaves counted in one launch: ``Reference`` does without."""
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
