@@ -204,3 +204,21 @@ def test_architectures(name: str, gpu: None) -> None:
             found = trace.mass()
         gt.plans().clear()
         assert same_table(watch.trace(loss).mass(), found)
+
+
+def test_a_reshape_that_copies_stays_a_copy() -> None:
+    """What is then written to the original is not in it, and what is written to it is."""
+
+    def run(x: Tensor) -> Tensor:
+        base = x * 1
+        copy = base.reshape(2, 2).mT.reshape(4)
+        base.add_(1)
+        copy.reshape(2, 2).reshape(4).mul_(3)
+        return torch.cat([base, copy])
+
+    tapes = Tapes()
+    for first in (1.0, 5.0, 9.0):
+        seed = torch.arange(first, first + 4)
+        _, (found,) = tapes.run("", seed, [], lambda: (None, [run(seed)]))  # noqa: B023
+        assert torch.equal(found, run(seed))
+    assert tapes.kept[""].noted is not None

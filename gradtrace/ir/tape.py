@@ -65,7 +65,7 @@ ALIASES = frozenset({"contiguous", "detach", "double", "expand", "float", "resha
 
 
 RESHAPES = (torch.reshape, Tensor.reshape)
-"""Functions of which only the last in a row matters."""
+"""Functions of which only the last in a row matters, if those before it make no copy."""
 
 
 class NotReplayable(Exception):
@@ -261,7 +261,7 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.size = 0
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._unshaped: dict[int, int] = {}  # of what other tensor one is a reshape
+        self._unshaped: dict[int, int] = {}  # of what other tensor one is a view of another shape
         for tensor in tensors:
             self._name(tensor, self.size)
             self.size += 1
@@ -337,7 +337,10 @@ class _Recorder(TorchFunctionMode):
             raise NotReplayable("a list of tensors by keyword")
         out = name(found)
         if func in RESHAPES and at and at[0][1] != out:
-            at[0] = 0, self._unshaped.setdefault(out, self._unshaped.get(at[0][1], at[0][1]))
+            source = self._unshaped.get(at[0][1], at[0][1])
+            at[0] = 0, source
+            if found.data_ptr() == args[0].data_ptr():  # no copy, so that writes are seen by both
+                self._unshaped[out] = source
         self.calls.append(Call(func, plain, rest, tuple(at), tuple(lists), named, out))
 
 
