@@ -448,5 +448,5 @@ def test_decompose_over_a_data_set(script: Path, tmp_path: Path) -> None:
     assert sum(shares.values()) == pytest.approx(1)
     assert len(json.loads(run(*asked, "--json", "--top", 1).stdout)["decompose"]["rows"]) == 1
     again = run(*asked, "--journal", journal)
-    assert again.exit_code == 0 and "left" in again.stdout and "3 pairs" in again.stdout
+    assert again.exit_code == 0 and "left" in again.stdout and "3 losses" in again.stdout
     assert "no module 'nowhere'" in refused(run(*asked[:2], "--components", "nowhere"))

@@ -135,7 +135,7 @@ def test_ctrl_c_keeps_what_was_counted(capsys: pytest.CaptureFixture[str]) -> No
     assert table.interrupted
     assert table.pairs == 9
     assert [row.count for row in table] == [row.count for row in direct(net, batches()[:3])]
-    assert "9 pairs counted" in capsys.readouterr().err
+    assert "9 losses counted" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_anything_was_counted_is_an_interrupt() -> None:

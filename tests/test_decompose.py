@@ -621,9 +621,9 @@ def test_tables() -> None:
     assert leaves[0]["share"] == pytest.approx(found.shares["rnn"])
     modules = {row["module"] for row in found.by_module("out").to_dicts()}
     assert modules == {"embed", "rnn", "lstm", "linear"}
-    assert "4 pairs" in str(found)
+    assert "4 losses" in str(found)
     assert "<table" in found._repr_html_()
-    assert repr(found) == "Decomposition(4 components, 4 pairs)"
+    assert repr(found) == "Decomposition(4 components, 4 losses)"
     assert len(found) == 4
     total = sum(found.shares.values())
     said = (

@@ -315,7 +315,7 @@ def test_round_trip_through_json() -> None:
 def test_the_table_in_text_html_and_pandas() -> None:
     table = parts()[0]
     text = str(table)
-    assert "Influence (greedy, 3 pairs)" in text
+    assert "Influence (greedy, 3 losses)" in text
     assert "eligible" in text and "± error" in text
     assert "left" in table._repr_html_()
     pandas = pytest.importorskip("pandas")

@@ -469,7 +469,7 @@ def test_pairs_are_added(name: str) -> None:
         assert (row.mass, row.eligible) == pytest.approx((other.mass, other.eligible), rel=1e-12)
     assert table.errors == pytest.approx(both.errors, rel=1e-9, nan_ok=True)
     assert table.total == pytest.approx(both.total)
-    assert "2 pairs" in str(table) and "± error" in str(table)
+    assert "2 losses" in str(table) and "± error" in str(table)
     with pytest.raises(GradtraceError, match="cannot be merged"):
         first.merge(watch.trace(losses[1]).mass(p=2))
 
@@ -658,7 +658,7 @@ def test_architectures(name: str) -> None:
 
 def test_it_prints() -> None:
     table = traced("Residual").mass()
-    assert repr(table) == "Mass(4 components, p=1, 1 pairs)"
+    assert repr(table) == "Mass(4 components, p=1, 1 loss)"
     assert str(table).startswith("Mass of paths (p = 1)\ncomponent")
     assert list(table.to_pandas()["component"]) == list(table.names)
     assert "<table" in table._repr_html_()

@@ -1175,12 +1175,12 @@ def test_a_pair_that_is_not_there() -> None:
     made, _ = losses_of("residual")
     trace = made.watch.trace(made.loss)
     for pair in (3, -1):
-        with pytest.raises(UnknownName, match=f"pair {pair} is none of the 3 losses"):
+        with pytest.raises(UnknownName, match=f"loss {pair} is none of the 3 of"):
             trace.path("1.bias", 0, pair=pair)
-        with pytest.raises(UnknownName, match=f"pair {pair}"):
+        with pytest.raises(UnknownName, match=f"loss {pair}"):
             trace.paths(sample=3, pair=pair)
     alone = made.watch.trace(made.loss.sum())
-    with pytest.raises(UnknownName, match="pair 1 is none of the 1"):
+    with pytest.raises(UnknownName, match="loss 1 is none of the 1 of"):
         alone.path("1.bias", 0, pair=1)
 
 
@@ -1447,7 +1447,7 @@ def small() -> Any:
         (lambda t: t.path("0.weight", (4, 0)), r"0.weight\[4, 0\] is outside its shape \[4, 3\]"),
         (lambda t: t.path("0.weight", (0, -4)), r"0.weight\[0, -4\] is outside its shape"),
         (lambda t: t.paths("0.bias", 9), r"0.bias\[9\] is outside its shape \[4\]"),
-        (lambda t: t.path("0.bias", 0, pair=1), r"pair 1 is none of the 1 losses"),
+        (lambda t: t.path("0.bias", 0, pair=1), r"loss 1 is none of the 1 of"),
         (lambda t: t.paths(), r"say which paths: paths\(name\)"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_table_as_text() -> None:
         ("解码器 🚀", 7, 1.0, 1e-9),
         ("", None, None, math.nan),
     )
-    table = TextTable("Influence", COLUMNS, rows, ("2 pairs", "weighted by |gradient|"))
+    table = TextTable("Influence", COLUMNS, rows, ("2 losses", "weighted by |gradient|"))
     assert str(table) == repr(table) == table.text()
     assert str(table).split("\n") == [
         "Influence",
@@ -74,7 +74,7 @@ def test_a_table_as_text() -> None:
         "encoder.layers.0  1,234,567   12.3%      3.142",
         "解码器 🚀                 7  100.0%      1e-09",
         "                          –       –        nan",
-        "2 pairs",
+        "2 losses",
         "weighted by |gradient|",
     ]
 

@@ -31,7 +31,7 @@ def decompose(
 ) -> Decomposition:
     """The gradient through each component, ``trace.decompose``, over a data set.
 
-    Each loss counts as a pair: shares are ``Σ ⟨g_C, g⟩ / Σ ⟨g, g⟩`` over pairs, with standard
+    Shares are ``Σ ⟨g_C, g⟩ / Σ ⟨g, g⟩`` over losses, with standard
     errors. Sums are kept, no gradients. Checkpoints, Ctrl-C, progress and ranks are as for
     ``gradtrace.influence``.
 

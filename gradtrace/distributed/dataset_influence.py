@@ -36,6 +36,7 @@ from gradtrace.tracing.counting import Leaves, selected, taking_part
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.coverage import measured as coverage_of_sample
 from gradtrace.tracing.influence import Influence, checked_weight
+from gradtrace.tracing.moments import loss_count
 from gradtrace.tracing.sampling import seed_of
 from gradtrace.tracing.traced_program import indices
 from gradtrace.watch import watch
@@ -71,12 +72,12 @@ def influence(
 ) -> Influence:
     """The influence of a model's components over a data set.
 
-    Each loss counts as a pair, and the table has the standard error of every share over pairs.
+    The table has the standard error of every share over losses.
     Batches are traced one after the other and only counts are kept.
 
     With ``sample`` only the paths of that many random elements are followed, of others for every
-    pair, drawn with ``seed``. What differs between pairs then includes the error of their samples,
-    so that the standard error, over pairs, is that of both together.
+    loss, drawn with ``seed``. What differs between losses then includes the error of their samples,
+    so that the standard error, over losses, is that of both together.
 
     With ``checkpoint`` the counts are written to that file after every batch, and a run that finds
     the file continues with the batches that are not in it. The file identifies the weights, the
@@ -101,7 +102,7 @@ def influence(
         weight: ``"count"``: every element counts 1; ``"gradient"``: its |gradient|.
         of: Leaves to trace alone, as for ``Trace.influence``.
         index: Of one element of that leaf.
-        sample: Follow the paths of that many random elements only, of others for every pair.
+        sample: Follow the paths of that many random elements only, of others for every loss.
         seed: Draws the same elements for the same number, on every device.
         rule: ``"greedy"``, ``"edge"`` or ``"viterbi"``.
         granularity: ``"scalar"`` follows elements, ``"operator"`` whole tensors.
@@ -327,10 +328,8 @@ class InfluenceRun:
             raise KeyboardInterrupt
         if table.interrupted and self.ranks.rank == 0:
             many = f" of {self.ranks.world} ranks" if self.ranks.world > 1 else ""
-            print(
-                f"gradtrace: stopped in batch {self.number}; {table.pairs:,} pairs{many} counted",
-                file=sys.stderr,
-            )
+            counted = f"{loss_count(table.pairs)}{many} counted"
+            print(f"gradtrace: stopped in batch {self.number}; {counted}", file=sys.stderr)
         elif not table.interrupted:
             self.files.forget()
         return table

@@ -89,7 +89,7 @@ def _moments(pairs: int, slack: Fraction, found: Sequence[Sequence[int]]) -> Non
         for one, whole in ((t, tt), (e, ee))
     )
     if not ordered or not squares or te > t * e * more:
-        unfit(f"are no sums over {pairs:,} pairs")
+        unfit(f"are no sums over {pairs:,} losses")
 
 
 def _sums(table: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ def _ordered(pairs: int, found: Sequence[Sequence[int]]) -> None:
     more = 1 + ROUNDING
     squares = all(one * one <= pairs * whole * more for one, whole in ((t, tt), (e, ee)))
     if e < 0 or ee > e * e * more or not squares or te * te > tt * ee * more:
-        unfit(f"are no sums over {pairs:,} pairs")
+        unfit(f"are no sums over {pairs:,} losses")
 
 
 def _signed_sums(table: Mapping[str, Any]) -> None:
@@ -354,7 +354,7 @@ def _batches(value: Any) -> None:
 
 
 def _counted(kind: str, meta: Mapping[str, Any]) -> None:
-    """Check that each counted batch has at least one pair, and each component one row."""
+    """Check that each counted batch has at least one loss, and each component one row."""
     table = meta[kind]
     many, pairs = sum(len(some.split()) for some in meta["batches"].values()), 0
     if table is not None:
@@ -362,7 +362,7 @@ def _counted(kind: str, meta: Mapping[str, Any]) -> None:
         if len({row["name"] for row in table["rows"]}) < len(table["rows"]):
             unfit(f"{kind} names a component twice")
     if pairs < many or (pairs > 0 and not many):
-        unfit(f"{many:,} batches cannot have {pairs:,} pairs")
+        unfit(f"{many:,} batches cannot have {pairs:,} losses")
 
 
 _settings = mapping(anything())

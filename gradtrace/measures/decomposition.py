@@ -14,7 +14,7 @@ from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_y
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.measures.through import ThroughSource
 from gradtrace.printable import printable
-from gradtrace.tracing.moments import NOTHING, Moments
+from gradtrace.tracing.moments import NOTHING, Moments, loss_count
 
 AGAINST = -0.2
 """Two components pull against each other if their cosine is below this."""
@@ -128,8 +128,8 @@ class Decomposition(Tabular):
     path overlap: then shares do not add up to 1.
 
     ``contested`` are the same shares over the leaves that have another way, and ``cosine(a, b)``
-    says whether two components pull the same way. Of a vector of losses, each is a pair: products
-    are summed over pairs, and ``errors`` are standard errors over them.
+    says whether two components pull the same way. Of a vector of losses, products
+    are summed over losses, and ``errors`` are standard errors over them.
     """
 
     rows: tuple[ComponentPart, ...]
@@ -172,7 +172,7 @@ class Decomposition(Tabular):
 
     @property
     def errors(self) -> dict[str, float]:
-        """``{component: standard error of its share over pairs}``; nan for fewer than two."""
+        """``{component: standard error of its share over losses}``; nan for fewer than two."""
         return {each.name: each.whole.error(self.pairs) for each in self.rows}
 
     @property
@@ -202,7 +202,7 @@ class Decomposition(Tabular):
     # Gradients ------------------------------------------------------------------------------------
 
     def gradient(self, component: str, leaf: str) -> Tensor:
-        """The gradient of a leaf through a component, signed, summed over pairs.
+        """The gradient of a leaf through a component, signed, summed over losses.
 
         It is computed when asked for, in one pass over the trace, so ask before the weights are
         changed. All leaves at once: ``gradients(component)``.
@@ -252,10 +252,10 @@ class Decomposition(Tabular):
     # Tables ---------------------------------------------------------------------------------------
 
     def merge(self, *others: Decomposition) -> Decomposition:
-        """The decomposition over the pairs of all of them; gradients can no longer be asked for.
+        """The decomposition over the losses of all of them; gradients can no longer be asked for.
 
         Args:
-            others: Decompositions over other pairs.
+            others: Decompositions over other losses.
 
         Returns:
             One decomposition.
@@ -293,7 +293,7 @@ class Decomposition(Tabular):
             )
             for each in self.rows
         )
-        title = f"Gradient by component{f' ({self.pairs:,} pairs)' if many else ''}"
+        title = f"Gradient by component{f' ({self.pairs:,} losses)' if many else ''}"
         return TextTable(title, columns, rows, (*self.remarks(), *self.notes))
 
     def by_leaf(self, component: str | None = None) -> TextTable:
@@ -440,7 +440,7 @@ class Decomposition(Tabular):
         )
 
     def __repr__(self) -> str:
-        return printable(f"Decomposition({len(self)} components, {self.pairs:,} pairs)")
+        return printable(f"Decomposition({len(self)} components, {loss_count(self.pairs)})")
 
 
 def _merged(first: Decomposition, second: Decomposition) -> Decomposition:

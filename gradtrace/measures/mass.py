@@ -49,7 +49,7 @@ from gradtrace.semirings import Abs, Semiring
 from gradtrace.semirings.lifted import LiftedAbs
 from gradtrace.semirings.logarithmic import LogAbs
 from gradtrace.tracing.counting import chosen_components
-from gradtrace.tracing.moments import NOTHING, Moments, in_units
+from gradtrace.tracing.moments import NOTHING, Moments, in_units, loss_count
 from gradtrace.tracing.traced_program import TracedProgram
 
 NO_REST = "as much as the gradient: nothing cancels"
@@ -101,8 +101,8 @@ class Mass(Tabular):
 
     With ``p = 1`` all paths count by what they carry; with larger p the heaviest count more, and in
     the limit only the path that the rule "viterbi" finds. For several losses, masses are summed
-    over pairs before they are divided, and ``errors`` are over pairs. ``total`` is the mass of all
-    paths.
+    over losses before they are divided, and ``errors`` are over losses. ``total`` is the mass of
+    all paths.
     """
 
     rows: tuple[MassRow, ...]
@@ -139,7 +139,7 @@ class Mass(Tabular):
 
     @property
     def errors(self) -> dict[str, float]:
-        """``{component: standard error of its share over pairs}``; nan for fewer than two."""
+        """``{component: standard error of its share over losses}``; nan for fewer than two."""
         return {row.name: row.moments.error(self.pairs) for row in self.rows}
 
     @property
@@ -161,10 +161,10 @@ class Mass(Tabular):
         return self.total / self.gradient if 0 < self.gradient < inf else nan
 
     def merge(self, *others: Mass) -> Mass:
-        """The table over the pairs of all tables; the same in any order and grouping.
+        """The table over the losses of all tables; the same in any order and grouping.
 
         Args:
-            others: Tables of the same kind, over other pairs.
+            others: Tables of the same kind, over other losses.
 
         Returns:
             One table.
@@ -212,8 +212,8 @@ class Mass(Tabular):
             )
             for row in self.rows
         )
-        pairs = f", {self.pairs:,} pairs" if many else ""
-        return TextTable(f"Mass of paths (p = {self.p:g}{pairs})", columns, rows, self._words())
+        losses = f", {self.pairs:,} losses" if many else ""
+        return TextTable(f"Mass of paths (p = {self.p:g}{losses})", columns, rows, self._words())
 
     def _words(self) -> tuple[str, ...]:
         words = []
@@ -249,7 +249,8 @@ class Mass(Tabular):
         )
 
     def __repr__(self) -> str:
-        return printable(f"Mass({len(self.rows)} components, p={self.p:g}, {self.pairs:,} pairs)")
+        many = f"{len(self.rows)} components, p={self.p:g}, {loss_count(self.pairs)}"
+        return printable(f"Mass({many})")
 
 
 def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:

@@ -20,7 +20,7 @@ was killed while it wrote) is left out with a note; a run that continues the fil
 infinities, which JSON does not have, are the strings "nan", "inf" and "-inf". Older files may have
 a ``gap`` line after a line that was torn because the disk was full.
 
-Tables are exact. For a single pair, the sums over pairs follow from two numbers, so only these are
+Tables are exact. For a single loss, the sums over losses follow from two numbers, so only these are
 stored: a row is ``[own, unreached, through, eligible, through, eligible]``, by count and by
 |gradient|.
 """

@@ -159,7 +159,7 @@ def _packed(row: Row) -> list[Any]:
 
 
 def _two_sums(moments: Moments) -> list[float] | None:
-    """Σt and Σe if all five sums follow from them, as for a single pair; else None."""
+    """Σt and Σe if all five sums follow from them, as for a single loss; else None."""
     two = _floats((moments.t, moments.e))
     return two if two and Moments.of(*two).parts() == moments.parts() else None
 

@@ -13,7 +13,7 @@ from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_y
 from gradtrace.io import plotting
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
-from gradtrace.tracing.moments import NOTHING, Moments
+from gradtrace.tracing.moments import NOTHING, Moments, loss_count
 
 MEASURES = ("paths", "gradient", "mass")
 """How a fork can be divided: by paths of the trace's rule, by the signed gradient through each
@@ -63,7 +63,7 @@ class Choices(Tabular):
     and their path comes to it: parameters inside a branch have no choice, and are left out. Forks
     between modules are printed first, then those within one, each by information, ``elements ×
     entropy of the shares``, the largest first; ``rows`` are from the leaves to the loss. Counts are
-    sums over pairs, so tables can be merged.
+    sums over losses, so tables can be merged.
     """
 
     rows: tuple[Choice, ...]
@@ -124,10 +124,10 @@ class Choices(Tabular):
         return len(self.rows)
 
     def merge(self, *others: Choices) -> Choices:
-        """The table over the pairs of all tables, by paths; the same in any order.
+        """The table over the losses of all tables, by paths; the same in any order.
 
         Args:
-            others: Tables of the same kind, over other pairs.
+            others: Tables of the same kind, over other losses.
 
         Returns:
             One table.
@@ -182,8 +182,8 @@ class Choices(Tabular):
         return TextTable(self._title(), columns, rows, self.notes)
 
     def _title(self) -> str:
-        pairs = f", {self.pairs:,} pairs" if self.pairs > 1 else ""
-        return f"Choices ({self.rule}{pairs}): how paths divide at each fork"
+        losses = f", {self.pairs:,} losses" if self.pairs > 1 else ""
+        return f"Choices ({self.rule}{losses}): how paths divide at each fork"
 
     def _shown(self) -> list[int]:
         order = list(range(len(self.rows)))
@@ -239,7 +239,7 @@ class Choices(Tabular):
         return self._grouped()._repr_html_()
 
     def __repr__(self) -> str:
-        return printable(f"Choices({len(self.forks)} forks, {self.pairs:,} pairs, {self.rule})")
+        return printable(f"Choices({len(self.forks)} forks, {loss_count(self.pairs)}, {self.rule})")
 
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
         """A bar for each fork, divided into its branches by a column of shares (``"paths"``); at

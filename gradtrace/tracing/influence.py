@@ -22,7 +22,7 @@ from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.printable import printable
 from gradtrace.tracing.choices import Choice, Choices
 from gradtrace.tracing.coverage import Coverage, combined
-from gradtrace.tracing.moments import NOTHING
+from gradtrace.tracing.moments import NOTHING, loss_count
 from gradtrace.tracing.moments import Moments as Moments
 
 Weight = Literal["count", "gradient"]
@@ -108,7 +108,7 @@ class Influence(Tabular):
     ``share`` the ratio; ``weighted`` is the share with every element weighted by its |gradient|.
     ``unreached`` is the number of elements with a route but no path, as all their contributions are
     0; ``own`` is the number of the component's own parameters, which are left out. Counts are sums
-    over pairs, so tables can be merged: ``a.merge(b)``.
+    over losses, so tables can be merged: ``a.merge(b)``.
 
     A component in series, which every path that could pass it does pass, has a share of 1 by
     definition (``row.series``). The printed table has those last, and the others by information,
@@ -178,8 +178,8 @@ class Influence(Tabular):
 
     @property
     def errors(self) -> dict[str, float]:
-        """``{component: standard error of its share}``: over pairs, and of the sample of elements
-        if not all were counted (``Moments.error``); nan for a single pair of which all were.
+        """``{component: standard error of its share}``: over losses, and of the sample of elements
+        if not all were counted (``Moments.error``); nan for a single loss of which all were.
         """
         return {row.name: getattr(row, self.weight).error(self.pairs) for row in self.rows}
 
@@ -190,7 +190,7 @@ class Influence(Tabular):
 
     @property
     def has_errors(self) -> bool:
-        """Whether shares have standard errors: over pairs, or of a sample of elements."""
+        """Whether shares have standard errors: over losses, or of a sample of elements."""
         return self.pairs > 1 or self.sampled
 
     @property
@@ -216,10 +216,10 @@ class Influence(Tabular):
         return replace(self, weight=checked_weight(weight))
 
     def merge(self, *others: Influence) -> Influence:
-        """The table over the pairs of all tables; the same in any order and grouping.
+        """The table over the losses of all tables; the same in any order and grouping.
 
         Args:
-            others: Tables of the same kind, over other pairs.
+            others: Tables of the same kind, over other losses.
 
         Returns:
             One table.
@@ -307,10 +307,10 @@ class Influence(Tabular):
             )
             for row in self.rows
         )
-        pairs = f", {self.pairs:,} pairs" if self.pairs > 1 else ""
+        losses = f", {self.pairs:,} losses" if self.pairs > 1 else ""
         words = [*([SERIES_NOTE] if series else []), *self._impassable(), *self._inside()]
         notes = (*words, *self.notes)
-        return TextTable(f"Influence ({self.rule}{pairs})", columns, rows, notes)
+        return TextTable(f"Influence ({self.rule}{losses})", columns, rows, notes)
 
     def _impassable(self) -> list[str]:
         """Which components no path can pass, of those without parameters that could."""
@@ -374,7 +374,7 @@ class Influence(Tabular):
         return self._explained()._repr_html_()
 
     def __repr__(self) -> str:
-        many = f"{len(self.rows)} components, {self.pairs:,} pairs"
+        many = f"{len(self.rows)} components, {loss_count(self.pairs)}"
         return printable(f"Influence({many}, {self.rule})")
 
     # Storage -------------------------------------------------------------------------------------
@@ -484,8 +484,8 @@ def _regrouped(table: Influence) -> Choices:
             "the trace of this table is gone, and its components are no branches: keep the trace "
             "and call trace.choices(), or measure influence('arguments') or influence('labels')"
         )
-    pairs = [f"sums over {table.pairs:,} pairs"] if table.pairs > 1 else []
-    return Choices(tuple(rows), 1, table.rule, (*pairs, REGROUPED_NOTE, *table.notes))
+    losses = [f"sums over {table.pairs:,} losses"] if table.pairs > 1 else []
+    return Choices(tuple(rows), 1, table.rule, (*losses, REGROUPED_NOTE, *table.notes))
 
 
 def _unlike(name: str, known: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""``Moments``: exact sums over pairs, from which a share and its standard error follow."""
+"""``Moments``: exact sums over losses, from which a share and its standard error follow."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KnownVariance: TypeAlias = SamplingVariance | Callable[[], SamplingVariance] | N
 
 
 class Moments:
-    """Sums over pairs of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact; and
+    """Sums over losses of ``through`` (t) and ``eligible`` (e): Σt, Σe, Σt², Σte, Σe², exact; and
     what is known of their error if only a sample of elements was counted (``sampling``).
 
     Float sums depend on their order; fractions do not, so merging parts in any order gives the
@@ -87,7 +87,7 @@ class Moments:
 
     @classmethod
     def of(cls, through: float, eligible: float) -> Moments:
-        """The moments of one pair."""
+        """The moments of one loss."""
         return cls.over((float(through),), (float(eligible),))
 
     @classmethod
@@ -97,14 +97,14 @@ class Moments:
         eligible: Sequence[float],
         sampling: KnownVariance = None,
     ) -> Moments:
-        """The moments of many pairs; a function computes their variance when it is asked for."""
+        """The moments of many losses; a function computes their variance when it is asked for."""
         found = cls.whole(through, eligible, 0)
         found._sampling = sampling
         return found
 
     @classmethod
     def whole(cls, through: Sequence[float], eligible: Sequence[float], power: int) -> Moments:
-        """The moments of many pairs, given in units of ``2**power``; whole numbers may have any
+        """The moments of many losses, given in units of ``2**power``; whole numbers may have any
         size.
         """
         found = cls.__new__(cls)
@@ -125,12 +125,12 @@ class Moments:
 
     @property
     def through(self) -> Sequence[float]:
-        """``t`` of each pair, of moments that were made by ``over``."""
+        """``t`` of each loss, of moments that were made by ``over``."""
         return self._pairs[0]
 
     @property
     def eligible(self) -> Sequence[float]:
-        """``e`` of each pair, of moments that were made by ``over``."""
+        """``e`` of each loss, of moments that were made by ``over``."""
         return self._pairs[1]
 
     def parts(self) -> tuple[Fraction, ...]:
@@ -185,11 +185,11 @@ class Moments:
         return float(self.t / self.e) if self.e else nan
 
     def error(self, pairs: int) -> float:
-        """The standard error of the share: over pairs, as of a ratio estimator, and of the sample
-        of elements, if not all were counted; nan if there is one pair and no sample.
+        """The standard error of the share: over losses, as of a ratio estimator, and of the sample
+        of elements, if not all were counted; nan if there is one loss and no sample.
 
-        Every pair has a sample of its own, so that what differs between pairs includes the error of
-        their samples. It is too uncertain if pairs are few, and 0 for a rare component: so the
+        Every loss has a sample of its own, so that what differs between losses includes the error
+        of their samples. It is too uncertain if losses are few, and 0 for a rare component: so the
         larger of the two is taken.
 
         Args:
@@ -229,6 +229,15 @@ def _summed(through: Sequence[float], eligible: Sequence[float], unit: int) -> t
 def in_units(number: int, power: int) -> Fraction:
     """``number · 2**power``."""
     return Fraction(number << power) if power >= 0 else Fraction(number, 1 << -power)
+
+
+def loss_count(losses: int) -> str:
+    """How many losses a table is over, in words.
+
+    >>> loss_count(1), loss_count(1200)
+    ('1 loss', '1,200 losses')
+    """
+    return "1 loss" if losses == 1 else f"{losses:,} losses"
 
 
 def _rounded(number: Fraction) -> float:

@@ -20,7 +20,7 @@ NOTHING_DRAWN = SamplingVariance(*[Fraction(0)] * 5)
 
 
 class Drawn(NamedTuple):
-    """How many elements were drawn for each pair, of how many. ``unit``: a power of two near the
+    """How many elements were drawn for each loss, of how many. ``unit``: a power of two near the
     largest gradient, in which gradients are squared: the squares of small ones would be 0.
     """
 
@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 def drawn_variances(
     drawn: Drawn, through: Floats, eligible: Floats, squares: tuple[Floats, Floats], unit: float = 1
 ) -> list[Callable[[], SamplingVariance]]:
-    """The sampling variance of each component, of elements drawn without replacement, for each pair
+    """The sampling variance of each component, of elements drawn without replacement, for each loss
     anew. Given are, by (pair, component), Σt and Σe of weights, and the same of their squares.
 
     The variance of a total over n of N elements is ``(1 - n/N) · n/(n-1) · Σ (x - mean)²``. Weights
@@ -81,7 +81,7 @@ def unit_of(gradient: Tensor) -> float:
 
 
 def seed_of(seed: int, *numbers: int) -> int:
-    """The seed of a sample of its own, for a pair or a batch; the given one for number 0 alone.
+    """The seed of a sample of its own, for a loss or a batch; the given one for number 0 alone.
 
     >>> seed_of(7, 0), seed_of(7, 1) == seed_of(7, 1), seed_of(7, 1) == seed_of(7, 2)
     (7, True, False)

@@ -151,7 +151,9 @@ class TracedProgram:
         """Builds the paths of one of the losses."""
         self.check_unchanged()
         if not 0 <= pair < self.pairs:
-            raise UnknownName(f"pair {pair} is none of the {self.pairs} losses of this trace")
+            raise UnknownName(
+                f"loss {pair} is none of the {self.pairs} of this trace, counted from 0"
+            )
         if pair not in self._followers:
             if (model := sharded_model(self.program.maps)) is not None:
                 model.read_all()  # which weights a path reads depends on the rank's own data

@@ -15,7 +15,7 @@ export interface Match {
   values: [number, number];
   errors: [number, number];
   by: number; // second less first
-  error: number; // of the difference; NaN where there is one pair
+  error: number; // of the difference; NaN where there is one loss
 }
 
 export interface Matched {
@@ -63,7 +63,7 @@ export function differing(a: Trace, b: Trace): { name: string; values: [string, 
   const rows: [string, (trace: Trace) => string][] = [
     ["Rule", (trace) => trace.rule],
     ["Granularity", (trace) => (trace.granularity === "scalar" ? "element by element" : "whole tensors")],
-    ["Pairs", (trace) => count(trace.pairs)],
+    ["Losses", (trace) => count(trace.pairs)],
     ["Modules", (trace) => count(trace.modules.length)],
     ["Operators", (trace) => count(operators(trace))],
     ["Elements of parameters", (trace) => count(parameters(trace))],

@@ -231,7 +231,7 @@ function Facts({ trace }: { trace: Trace }) {
     ["Operators", count(operators)],
     ["Modules", count(trace.modules.length)],
     ["Elements", count(elements || trace.leaves.reduce((sum, leaf) => sum + leaf.elements, 0))],
-    ["Pairs", count(trace.pairs), trace.pairs === 1 ? "one loss, so there is no standard error" : "per-sample losses"],
+    ["Losses", count(trace.pairs), trace.pairs === 1 ? "one loss, so there is no standard error" : "followed each by itself, such as those of the samples of a batch"],
     [
       "Sample",
       counted(paths, "path"),

@@ -2,7 +2,7 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { seriesOf } from "./choices";
 import { marks } from "./diagnosis";
-import { percent, short } from "./format";
+import { brief, count, percent, short } from "./format";
 import { reveal } from "./graph/boxes";
 import { influence } from "./influence";
 import { Term } from "./terms";
@@ -64,6 +64,12 @@ function last(trace: Trace, module: number): string {
   return (up && name.startsWith(`${up}.`) ? name.slice(up.length + 1) : name) || "(no name)";
 }
 
+/** Of what a share is one, in words: each module has elements of its own that could pass it. */
+function whole(eligible: number, by: View["state"]["by"]): string {
+  const elements = `the ${count(eligible)} elements outside the module that have a path and some way through it`;
+  return by === "share" ? elements : `the |gradient| of ${elements}`;
+}
+
 export function Tree(view: View & { done?: () => void }) {
   const { trace, state, go } = view;
   const children = useMemo(() => families(trace.modules), [trace]);
@@ -73,6 +79,7 @@ export function Tree(view: View & { done?: () => void }) {
   const box = useRef<HTMLDivElement>(null);
   const [span, setSpan] = useState({ top: 0, height: 900 });
   const shares = influence(trace, state.by);
+  const eligible = influence(trace, "eligible");
   const series = useMemo(() => seriesOf(trace), [trace]);
   const found = useMemo(() => marks(trace), [trace]);
 
@@ -169,7 +176,7 @@ export function Tree(view: View & { done?: () => void }) {
       </div>
       <p class="tree-label">
         <Term of={state.by === "share" ? "share" : "by |gradient|"}>
-          {state.by === "share" ? "share of elements outside it whose path passes it" : "the same by |gradient|"}
+          paths through it, of elements outside it{state.by === "share" ? "" : ", by |gradient|"}
         </Term>
       </p>
       <div
@@ -227,7 +234,9 @@ export function Tree(view: View & { done?: () => void }) {
                     <span class="meter" aria-hidden="true">
                       <span style={{ width: `${100 * Math.min(1, share)}%` }} />
                     </span>
-                    <span class="figure">{percent(share)}</span>
+                    <span class="figure" title={`${percent(share)} of ${whole(eligible[module]!, state.by)}`}>
+                      {percent(share)} <small class="soft">of {brief(eligible[module]!)}</small>
+                    </span>
                   </>
                 ) : (
                   <span class="figure soft">{module ? "–" : ""}</span>

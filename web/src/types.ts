@@ -124,7 +124,7 @@ export interface Branch {
   elements: number; // whose paths take it, of those that could take another
   share: number;
   weighted: number; // the same by |gradient|
-  error: number; // standard error of share over pairs; NaN for one pair
+  error: number; // standard error of share over losses; NaN for one loss
 }
 
 /** The first is the model itself, named "". Parents come before their children. */
@@ -222,7 +222,7 @@ export interface Influence {
   module: Int32Array; // into modules, -1 for other components
   share: Float64Array; // of eligible elements those whose path runs through; NaN: none eligible
   weighted: Float64Array; // the same by |gradient|
-  error: Float64Array; // standard error of share over pairs; NaN for one pair
+  error: Float64Array; // standard error of share over losses; NaN for one loss
   through: Float64Array;
   eligible: Float64Array;
   unreached: Float64Array;

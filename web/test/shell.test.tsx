@@ -5,6 +5,7 @@ import { beforeEach, expect, test } from "vitest";
 import { App } from "../src/app";
 import type { Reason } from "../src/data";
 import { Failure } from "../src/failure";
+import { brief } from "../src/format";
 import { rows } from "../src/tree";
 import type { Module, Report } from "../src/types";
 import { transformer } from "./models";
@@ -45,6 +46,19 @@ test("the tree is walked, opened and closed with the keyboard", async () => {
   await press(tree(), "Enter");
   expect(current().getAttribute("aria-selected")).toBe("true");
   expect(location.hash).toContain("module=1");
+});
+
+test("a share in the tree says of how many elements it is one", async () => {
+  const of = small();
+  const table = of.traces[0]!.tables[""]!;
+  await show(of);
+  const shown = items().flatMap((item) => [...item.querySelectorAll(".meter + .figure")]);
+  expect(shown.length).toBeGreaterThan(0);
+  const texts = [...table.eligible].map((eligible) => `of ${brief(eligible)}`);
+  for (const figure of shown) {
+    expect(texts).toContain(figure.querySelector("small")!.textContent);
+    expect(figure.getAttribute("title")).toMatch(/% of the [\d\s]+ elements outside the module/);
+  }
 });
 
 test("of 20,000 modules only those in sight are made", async () => {
