@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.pass_scope import PausedMode, own_work_runs
-from gradtrace.diagnosis.source_lines import Place, SourceLine, block_line, place
+from gradtrace.diagnosis.source_lines import Place, SourceLine, block_line, decorator_line, place
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
 
@@ -402,7 +402,8 @@ class ForwardRecorder(PausedMode):
         """
         outer = frame.f_back
         leaving = "__exit__" in (frame.f_code.co_name, outer and outer.f_code.co_name)
-        self._off_line = self._off_line if leaving and self._off_line else place(frame).line
+        if not leaving or self._off_line is None:
+            self._off_line = decorator_line(frame) or place(frame).line
 
     def _write(
         self,

@@ -21,6 +21,10 @@ SAME_VALUES = frozenset(
 """Functions that hand on the values of their argument, or some of them."""
 
 
+ROUNDING = 0.01
+"""How far above 0 a logarithm of a probability may be by the rounding of half precision."""
+
+
 class Expectation(NamedTuple):
     """What a loss takes: its words, and what to do where it gets probabilities."""
 
@@ -57,7 +61,22 @@ EXPECTED = {
     ),
 }
 
-DIFFERENCES = frozenset(("sub", "__sub__", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss"))
+SCORES = {
+    "nll_loss": "use cross_entropy, which takes scores, or log_softmax before this.",
+    "kl_div": "take log_softmax of its first argument.",
+}
+"""What to do where a loss of log-probabilities gets numbers above 0, which are none."""
+
+DIFFERENCES = frozenset(
+    ("sub", "subtract", "__sub__", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss")
+    + ("huber_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss")
+)
+"""Functions of an output and a target that broadcast."""
+
+PRODUCTS = frozenset(("mul", "multiply", "__mul__", "__rmul__"))
+"""Functions that compare an output with a target where a loss is written by hand; inside a module
+a product of all pairs is likely meant.
+"""
 
 
 def loss_findings(record: ForwardRecord, roots: set[int]) -> Iterator[Finding]:
@@ -66,18 +85,20 @@ def loss_findings(record: ForwardRecord, roots: set[int]) -> Iterator[Finding]:
     for operation in record.operations:
         if not behind.isdisjoint(operation.outputs) and operation.needs:
             if operation.name in EXPECTED:
-                yield from _probabilities(record, operation)
-            elif operation.name in DIFFERENCES:
+                yield from _probabilities(record, operation) or _scores(record, operation)
+            elif operation.name in DIFFERENCES or (
+                operation.name in PRODUCTS and not operation.inside
+            ):
                 yield from _broadcast(record, operation)
 
 
-def _probabilities(record: ForwardRecord, operation: Operation) -> Iterator[Finding]:
+def _probabilities(record: ForwardRecord, operation: Operation) -> list[Finding]:
     maker = _maker(record, operation.inputs[0]) if operation.inputs else None
     if maker is None or maker.name not in PROBABILITIES:
-        return
+        return []
     expected = EXPECTED[operation.name]
     of = f"{maker.name} in '{maker.module}'" if maker.module else maker.name
-    yield Finding(
+    found = Finding(
         "loss",
         expected.severity,
         f"probabilities are given to {operation.name}",
@@ -86,6 +107,26 @@ def _probabilities(record: ForwardRecord, operation: Operation) -> Iterator[Find
         evidence=f"It takes {expected.takes}, and gets what {of} gives. {expected.so}",
         advice=expected.advice.format(maker=maker.name),
     )
+    return [found]
+
+
+def _scores(record: ForwardRecord, operation: Operation) -> list[Finding]:
+    """Of a loss of log-probabilities that gets numbers above 0: the last layer's, as they are."""
+    advice = SCORES.get(operation.name)
+    extent = record.extent(operation.inputs[0]) if advice and operation.inputs else None
+    if advice is None or extent is None or not extent.high > ROUNDING:
+        return []
+    found = Finding(
+        "loss",
+        "warning",
+        f"{operation.name} is given numbers that are no log-probabilities",
+        operation.module,
+        line=str(operation.where.line or ""),
+        evidence=f"It takes {EXPECTED[operation.name].takes}, which are at most 0, and gets "
+        f"{extent}. It is not bounded below: scores that grow make it smaller for ever.",
+        advice=advice,
+    )
+    return [found]
 
 
 def _maker(record: ForwardRecord, value: int) -> Operation | None:
@@ -100,11 +141,9 @@ def _maker(record: ForwardRecord, value: int) -> Operation | None:
 
 def _broadcast(record: ForwardRecord, operation: Operation) -> Iterator[Finding]:
     """Of an output (n, 1) and targets (n,), whose difference is (n, n): all pairs."""
-    if len(operation.inputs) != 2:
-        return
-    extents = [record.extent(value) for value in operation.inputs]
-    shapes = [extent.shape for extent in extents if extent is not None and extent.shape]
-    given = [_requires_grad(record, value) for value in operation.inputs]
+    pair = operation.inputs[:2]
+    shapes = [shape for value in pair if (shape := _shape(record, value))]
+    given = [_requires_grad(record, value) for value in pair]
     if len(shapes) < 2 or all(given):
         return
     column, row = sorted(shapes, key=len, reverse=True)
@@ -117,10 +156,18 @@ def _broadcast(record: ForwardRecord, operation: Operation) -> Iterator[Finding]
         f"output and target have shapes ({n}, 1) and ({n},), which broadcast to ({n}, {n})",
         operation.module,
         line=str(operation.where.line or ""),
-        evidence=f"{plain(operation.name)}() compares each of {n} outputs with the targets of "
+        evidence=f"{plain(operation.name)}() pairs each of {n} outputs with the targets of "
         "all samples, so that the best that the model can learn is their mean.",
         advice="give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
     )
+
+
+def _shape(record: ForwardRecord, value: int) -> tuple[int, ...]:
+    """The shape of a value; of whole numbers, whose range is not measured, while they exist."""
+    if extent := record.extent(value):
+        return extent.shape
+    tensor = record.given(value)
+    return () if tensor is None else tuple(tensor.shape)
 
 
 def _requires_grad(record: ForwardRecord, value: int) -> bool:

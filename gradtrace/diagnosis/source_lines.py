@@ -6,6 +6,7 @@ import linecache
 import sys
 import sysconfig
 from collections.abc import Iterable
+from inspect import unwrap
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -92,6 +93,31 @@ def block_line(frame: FrameType | None, word: str) -> SourceLine | None:
                 if text.strip() and not begins(("#", ")", "]", "}")):
                     least = min(least, _indent(text))
         frame = frame.f_back
+    return None
+
+
+def decorator_line(frame: FrameType | None) -> SourceLine | None:
+    """The user's ``@torch.no_grad()`` whose function is being entered; None if gradients are
+    turned off in another way.
+    """
+    while frame is not None and _kind(frame.f_code) == TORCH:
+        if frame.f_code.co_name == "decorate_context":
+            code = getattr(unwrap(frame.f_locals["func"]), "__code__", None)
+            return None if code is None else _decorator(code)
+        frame = frame.f_back
+    return None
+
+
+def _decorator(code: CodeType) -> SourceLine | None:
+    """The line above a user's function that turns gradients off."""
+    number = code.co_firstlineno
+    while _kind(code) == USER:
+        text = linecache.getline(code.co_filename, number).lstrip()
+        if text.startswith("@") and "grad" in text:
+            return SourceLine(code.co_filename, number)
+        if not text or text.startswith(("def ", "async def ")):
+            break
+        number += 1
     return None
 
 

@@ -11,19 +11,22 @@ from torch import Tensor
 
 from gradtrace.autodiff.nodes import Node, name_of, sequence_of
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
-from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, shown
+from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, plain, shown
 from gradtrace.diagnosis.result import Reason, SilentParameter
 from gradtrace.flow.tuning import UNDERFLOW_FACTOR
 
-FACTORS = {"Addmm": (1, 2), "Baddbmm": (1, 2), "Addbmm": (1, 2), "Addmv": (1, 2)}
-"""Which arguments are multiplied, of products that also add one; of others the first two."""
-
-SUMMAND_FIRST = frozenset(("addmm", "baddbmm", "addbmm", "addmv"))
-"""Functions that add the first argument to the product of the others."""
+FACTORS = {
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "addcmul", "addcdiv"), (1, 2)),
+    "lerp": (2,),
+    "trilinear": (0, 1, 2),
+}
+"""Which arguments are factors, of operators that add another or have more; of others the first
+two. Of ``lerp(a, b, weight)`` it is the weight: what it leaves of a and b does not depend on them.
+"""
 
 KINDS = {
-    Reason.ZERO_FACTOR: "Mul Div Mm Bmm Mv Dot Addmm Baddbmm Addbmm Addmv Addcmul Addcdiv "
-    "Convolution Linear Mkldnn NativeDropout Prod",
+    Reason.ZERO_FACTOR: "Mul Div Mm Bmm Mv Dot Addmm Baddbmm Addbmm Addmv Addr Addcmul Addcdiv "
+    "Lerp Trilinear Convolution Linear Mkldnn NativeDropout Prod",
     Reason.DEAD_RELU: "Relu Threshold ClampMin LeakyRelu",
     Reason.SATURATED: "Sigmoid Tanh Softmax LogSoftmax SafeSoftmax Gelu Silu Mish Elu Softplus Erf "
     "Hardtanh Hardsigmoid Hardswish Clamp ClampMax LogSigmoid LogSigmoidForward Exp Softsign "
@@ -103,6 +106,11 @@ def advice_for(found: SilentParameter) -> str:
     if found.reason in (Reason.FLAT, Reason.SATURATED):
         return BY_KIND.get(_kind(found.operator), advice)
     return advice
+
+
+def _factors_of(name: str) -> tuple[int, ...]:
+    """Which arguments of an operator or function are multiplied."""
+    return FACTORS.get(name.lower(), (0, 1))
 
 
 def _rounds(node: Node) -> bool:
@@ -226,10 +234,10 @@ class ZeroFinder:
 
     def _factors(self, node: Node) -> tuple[Node | None, ...]:
         edges = [child for child, _ in self.sizes.edges[node]]
-        return tuple(edges[k] for k in FACTORS.get(kind_of(node), (0, 1)) if k < len(edges))
+        return tuple(edges[k] for k in _factors_of(kind_of(node)) if k < len(edges))
 
     def _is_factor(self, node: Node, child: Node) -> bool:
-        return any(each is child for each in self._factors(node))
+        return kind_of(node) == "Lerp" or any(each is child for each in self._factors(node))
 
     def _faint(self, node: Node, child: Node) -> bool:
         """Whether what reached the node was near the smallest float of the argument's dtype."""
@@ -240,7 +248,8 @@ class ZeroFinder:
     def _zeros_among(self, node: Node, operation: Operation) -> str:
         """Which factors of an operation are 0 everywhere, by their name or by what made them."""
         record = self.record
-        factors = operation.inputs[slice(1, 3) if operation.name in SUMMAND_FIRST else slice(2)]
+        places = _factors_of(plain(operation.name))
+        factors = [operation.inputs[k] for k in places if k < len(operation.inputs)]
         if record is not None and (scale := self._zero_scale(node)) is not None:
             if kind_of(node).startswith("NllLoss"):
                 return ": the weight= of all classes that occur is 0"

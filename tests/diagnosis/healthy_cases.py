@@ -343,6 +343,19 @@ def layer_scale() -> Any:
 
 
 @healthy
+def average_whose_weight_begins_at_zero() -> Any:
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other, self.weight = nn.Linear(4, 6), nn.Parameter(torch.zeros(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.lerp(self.enc(x), self.other(x), self.weight))
+
+    return training(Mixed())
+
+
+@healthy
 def loss_minus_a_number_that_is_a_tensor() -> Any:
     model = Net()
     x, y = data()

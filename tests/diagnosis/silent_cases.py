@@ -230,7 +230,7 @@ def no_grad_in_forward() -> Any:
 @case("called under no_grad", "enc.0", "enc.1")
 def no_grad_as_a_decorator() -> Any:
     class Encoder(nn.Sequential):
-        @torch.no_grad()
+        @torch.no_grad()  # HERE
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
@@ -240,10 +240,47 @@ def no_grad_as_a_decorator() -> Any:
             self.enc = Encoder(nn.Linear(4, 6), nn.LayerNorm(6))
 
         def forward(self, x: Tensor) -> Tensor:
-            h = self.enc(x)  # HERE
+            h = self.enc(x)
             return self.head(h)
 
     return training(Frozen())
+
+
+@case("called under no_grad", "enc")
+def no_grad_by_a_call() -> Any:
+    class Frozen(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.no_grad()(self.enc)(x)  # HERE
+            return self.head(h)
+
+    return training(Frozen())
+
+
+@case("multiplied by zero", "other")
+def weight_of_an_average_that_is_zero() -> Any:
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.lerp(self.enc(x), self.other(x), 0.0))  # HERE
+
+    return training(Mixed())
+
+
+@case("multiplied by zero", "other")
+def product_that_is_added() -> Any:
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = torch.zeros(6)
+            return self.head(torch.addcmul(self.enc(x), self.other(x), gate))  # HERE
+
+    return training(Mixed())
 
 
 @case("called under no_grad", "enc", "head")

@@ -125,10 +125,21 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda z, y: F.kl_div(z.softmax(-1), z.detach().softmax(-1), reduction="batchmean"),
         "error",
     ),
+    "scores for log-probabilities": (lambda z, y: F.nll_loss(z * 9, y), "warning"),
+    "divergence of scores": (
+        lambda z, y: F.kl_div(z * 9, z.detach().softmax(-1), reduction="batchmean"),
+        "warning",
+    ),
+    "broadcast in a loss": (
+        lambda z, y: F.poisson_nll_loss(z[:, :1], y.float()),
+        "warning",
+    ),
+    "broadcast rewards": (lambda z, y: -(z.log_softmax(-1)[:, :1] * y).mean(), "warning"),
     "broadcast": (lambda z, y: (z[:, :1] - y.float()).square().mean(), "warning"),
     "logits": (lambda z, y: F.cross_entropy(z, z.detach().softmax(-1)), ""),
     "log_softmax": (lambda z, y: F.nll_loss(z.log_softmax(-1), y), ""),
     "log of a softmax": (lambda z, y: F.nll_loss(z.softmax(-1).log(), y), ""),
+    "rewards": (lambda z, y: -(z.log_softmax(-1)[:, 0] * y).mean(), ""),
     "one shape": (lambda z, y: F.mse_loss(z[:, 0], y.float()), ""),
     "all pairs": (lambda z, y: (z[:, :1] - z[:, 0]).square().mean() + z.square().mean(), ""),
 }
