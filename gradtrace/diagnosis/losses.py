@@ -74,8 +74,8 @@ DIFFERENCES = frozenset(
 """Functions of an output and a target that broadcast."""
 
 PRODUCTS = frozenset(("mul", "multiply", "__mul__", "__rmul__"))
-"""Functions that compare an output with a target where a loss is written by hand; inside a module
-a product of all pairs is likely meant.
+"""Functions that weigh an output by a target where a loss is written by hand; inside a module a
+product of all pairs is likely meant.
 """
 
 
@@ -144,11 +144,15 @@ def _broadcast(record: ForwardRecord, operation: Operation) -> Iterator[Finding]
     pair = operation.inputs[:2]
     shapes = [shape for value in pair if (shape := _shape(record, value))]
     given = [_requires_grad(record, value) for value in pair]
-    if len(shapes) < 2 or all(given):
+    if len(shapes) < 2 or sum(given) != 1:
         return
     column, row = sorted(shapes, key=len, reverse=True)
     if not (len(row) == 1 and column == (row[0], 1) and row[0] > 1):
         return
+    around = operation.module + "."
+    for later in record.uses(record.below(operation.outputs)):
+        if later.module and not around.startswith(later.module + "."):
+            return  # it goes on into another module: no loss yet
     n = row[0]
     yield Finding(
         "loss",

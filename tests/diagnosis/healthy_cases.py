@@ -356,6 +356,20 @@ def average_whose_weight_begins_at_zero() -> Any:
 
 
 @healthy
+def distances_from_as_many_centres_as_samples() -> Any:
+    class Radial(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+            self.register_buffer("centres", torch.linspace(-1, 1, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((self.enc(x)[:, :1] - self.centres).square())
+
+    return training(Radial())
+
+
+@healthy
 def loss_minus_a_number_that_is_a_tensor() -> Any:
     model = Net()
     x, y = data()
