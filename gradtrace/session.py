@@ -118,7 +118,6 @@ class Session:
             found = gradient(loss, seed, table, hooks, schedule)
             RECENT.refresh()
         else:
-            memory.see_recording(loss)
             program = self._recorded(loss, seed, schedule, bare=True)
             found = list(interpreter.run(program, semiring).items())
             notes = tuple(dict.fromkeys(program.notes()))
@@ -228,7 +227,6 @@ class Session:
             raise NotScalar("the loss is an empty vector; there is nothing to trace")
         seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
         opaque, keep = granularity == "operator", kept_gradient_bytes(table, loss.device)
-        memory.see_recording(loss, keep)
         program = self._recorded(loss, seed, "kahn", dense_limit, opaque, keep)
         named, aliases = _named([(leaf.tensor, leaf) for leaf in program.leaves], table, loss)
         gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, aliases)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -158,11 +159,24 @@ AMPLE_FREE_RATIO = 4
 """With this many times the memory in use free, the estimate for recording is skipped."""
 
 
-def recording(loss: Tensor, keep: int) -> int:
-    """About the most bytes that recording holds besides the graph: a weight for each output of an
-    operator whose maps hold weights, the kept gradients (at most ``keep`` bytes), and the gradients
-    in flight.
+class RecordingBytes(NamedTuple):
+    """What recording a loss holds besides its graph, in bytes: ``weights``, one for each output of
+    an operator whose maps hold weights; the ``gradients`` of all outputs, and the ``largest``.
     """
+
+    weights: int
+    gradients: int
+    largest: int
+
+    def with_kept(self, keep: int) -> int:
+        """About the most that is held at a time, with gradients kept in at most ``keep`` bytes and
+        some in flight.
+        """
+        return self.weights + min(keep, self.gradients) + 2 * self.largest
+
+
+def recording(loss: Tensor) -> RecordingBytes:
+    """What recording a loss takes, by the outputs of its operators."""
     weights = gradients = largest = 0
     stack = [nodes.root_of(loss)]
     seen = set(stack)
@@ -179,18 +193,24 @@ def recording(loss: Tensor, keep: int) -> int:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
-    return weights + min(keep, gradients) + 2 * largest
+    return RecordingBytes(weights, gradients, largest)
 
 
-def see_recording(loss: Tensor, keep: int = 0) -> None:
-    """Raise TooLarge for a loss whose program does not fit in memory."""
+def see_recording(
+    loss: Tensor, keep: int, known: RecordingBytes | None = None
+) -> RecordingBytes | None:
+    """Raise TooLarge for a loss whose program does not fit in memory. Returns the estimate, which
+    is made unless it is ``known`` or much memory is free.
+    """
     device = loss.device
     free = available(device)
     held = backend_of(device).held_bytes()
     if free is None or (held is not None and free >= AMPLE_FREE_RATIO * held):
-        return  # a backward pass holds about as much as the forward pass saved
+        return known  # a backward pass holds about as much as the forward pass saved
     remedy = "trace fewer samples at a time; the model itself may be as large as it is"
-    see(recording(loss, keep), device, "recording the backward pass", remedy, free)
+    needed = recording(loss) if known is None else known
+    see(needed.with_kept(keep), device, "recording the backward pass", remedy, free)
+    return needed
 
 
 def available(device: torch.device) -> int | None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from operator import attrgetter
 from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.linops import Cut, Identity, Map, Reduce, Slot
-from gradtrace.linops.read_through import attributes
+from gradtrace.linops.read_through import attributes, slots_of
 
 MAX_MISSES = 2
 """After so many losses whose maps were not those of the tape, none is recorded any more."""
@@ -109,22 +110,61 @@ def parts_of(held: object, tensors: list[Tensor]) -> Any:
     raise NotReplayable(f"a {type(held).__name__}")
 
 
+class _Expected:
+    """The parts of a map, to be compared with those of another: shapes and words by themselves,
+    tensors by what ``parts_of`` tells of them, and only the rest by ``parts_of``.
+    """
+
+    __slots__ = ("kind", "plain", "read", "rest")
+
+    def __init__(self, map_: Map) -> None:
+        names, held = zip(*attributes(map_))
+        if len(names) < len(slots_of(type(map_))):
+            raise NotReplayable("a map without some of its attributes")
+        self.kind, self.read = type(map_), attrgetter(*names)
+        quick = [name in SHAPES or type(each) is str for name, each in zip(names, held)]
+        self.plain = [(n, each) for n, (each, yes) in enumerate(zip(held, quick)) if yes]
+        self.rest = [
+            (n, isinstance(each, Tensor), parts_of(each, []))
+            for n, (each, yes) in enumerate(zip(held, quick))
+            if not yes
+        ]
+
+    def has(self, map_: Map, tensors: list[Tensor]) -> bool:
+        """Whether the other has these parts; its tensors are added to the list."""
+        if type(map_) is not self.kind:
+            return False
+        held = self.read(map_)
+        for n, there in self.plain:
+            if held[n] != there:
+                return False
+        for n, is_tensor, there in self.rest:
+            each = held[n]
+            if is_tensor and isinstance(each, Tensor):
+                tensors.append(each)
+                if (each.dtype, each.device, each.shape, each.stride()) != there:
+                    return False
+            elif parts_of(each, tensors) != there:
+                return False
+        return True
+
+
 class _MapParts:
-    """The maps of a program as ``parts_of`` tells them. Those that programs share are told by
-    themselves.
+    """The seed and the maps of a program as ``parts_of`` tells them. Those that programs share are
+    told by themselves.
     """
 
     def __init__(self, seed: Tensor, maps: Sequence[Map]) -> None:
         self.shared = [map_ if type(map_) in WITHOUT_TENSORS else None for map_ in maps]
-        self.parts, self.tensors = self._of(seed, maps)
+        self.tensors: list[Tensor] = []
+        self.seed = parts_of(seed, self.tensors)
+        for map_ in self._others(maps):
+            parts_of(map_, self.tensors)
+        self.expected = [_Expected(map_) for map_ in self._others(maps)]
+        self.equal = _first_places(self.tensors)
 
-    def _of(self, seed: Tensor, maps: Sequence[Map]) -> tuple[list[Any], list[Tensor]]:
-        tensors: list[Tensor] = []
-        found = [parts_of(seed, tensors)]
-        found += [parts_of(map_, tensors) for map_, same in zip(maps, self.shared) if same is None]
-        first: dict[int, int] = {}
-        found.append([first.setdefault(id(x), n) for n, x in enumerate(tensors)])  # equal ones
-        return found, tensors
+    def _others(self, maps: Sequence[Map]) -> list[Map]:
+        return [map_ for map_, same in zip(maps, self.shared) if same is None]
 
     def matched(self, seed: Tensor, maps: Sequence[Map]) -> list[Tensor] | None:
         """The tensors of other maps, if these are the same but for their tensors."""
@@ -133,11 +173,22 @@ class _MapParts:
         for map_, same in zip(maps, self.shared):
             if map_ is not same is not None and parts_of(map_, []) != parts_of(same, []):
                 return None
+        tensors: list[Tensor] = []
         try:
-            found, tensors = self._of(seed, maps)
-        except NotReplayable:
+            if parts_of(seed, tensors) != self.seed:
+                return None
+            for map_, expected in zip(self._others(maps), self.expected):
+                if not expected.has(map_, tensors):
+                    return None
+        except (AttributeError, NotReplayable):  # a map without an attribute has other parts
             return None
-        return tensors if found == self.parts else None
+        return tensors if _first_places(tensors) == self.equal else None
+
+
+def _first_places(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each tensor comes for the first time: which of them are the same."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(x), n) for n, x in enumerate(tensors)]
 
 
 # Calls --------------------------------------------------------------------------------------------

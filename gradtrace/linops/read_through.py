@@ -49,11 +49,12 @@ def views_of(map_: Map) -> Iterable[View]:
 
 def attributes(map_: Map) -> Iterator[tuple[str, Any]]:
     """The attributes of a map, by name."""
-    return ((name, getattr(map_, name)) for name in _slots(type(map_)) if hasattr(map_, name))
+    return ((name, getattr(map_, name)) for name in slots_of(type(map_)) if hasattr(map_, name))
 
 
 @lru_cache
-def _slots(kind: type) -> tuple[str, ...]:
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of the attributes of a type of maps."""
     return tuple(name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
 
 

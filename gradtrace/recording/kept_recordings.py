@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gradtrace.autodiff.graph_shape import NONE, GraphShape, Mismatch, NodeShape, shape_of_graph
 from gradtrace.errors import GradtraceError
+from gradtrace.ir.memory import RecordingBytes
 from gradtrace.ir.program import Block, Program, ProgramFacts, Step
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Cut, Identity, Map, Reduce, Slot
@@ -170,6 +171,7 @@ class KeptRecording:
     composed: bool = False  # some nodes are recorded by their formulas, which passes simplify
     # the blocks that passes made of those, and the structures of the maps in recorded formulas
     simplified: tuple[tuple[Block, ...], list[object]] = ((), [])
+    needed: RecordingBytes | None = None  # what recording takes; made when first asked for
 
     @cached_property
     def entries(self) -> list[Entry]:

@@ -25,6 +25,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import Edges, Node, Outputs
 from gradtrace.autodiff.pass_scope import one_pass
+from gradtrace.ir.memory import see_recording
 from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Block, Constants, Leaf, MapTable, Program
 from gradtrace.kernels import backend_of
@@ -309,13 +310,17 @@ def recorded(
 
     def attempt(recording: KeptRecording) -> Program:
         recording.check(seed, keep)
-        return replayed(recording, loss, seed, name_table, clear_since)
+        needed = see_recording(loss, keep, recording.needed)
+        program = replayed(recording, loss, seed, name_table, clear_since)
+        recording.needed = needed  # the same for all losses that are replayed
+        return program
 
     program, reason = None, ""
     if not bare and name_table.sharded is None:
         program, reason = RECORDINGS.replayed(key, attempt)
     if program is not None:
         return program  # of the same types of nodes, so that there are no DTensors to look for
+    see_recording(loss, keep)
     plain_model = name_table.sharded is None and not in_use()
     make = ProgramRecorder if plain_model else recorder_of(loss, name_table)
     options = (loss, seed, name_table, watch, order, limit, opaque, keep, bare, make)
