@@ -287,3 +287,32 @@ def test_recording_and_flow_are_estimated(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(TooLarge, match="measuring flow takes about"):
         trace.flow()
     assert gt.backward(loss)  # holds no more than loss.backward() does
+
+
+def test_recording_is_estimated_once_for_losses_of_one_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+    made: list[int] = []
+    estimate = memory.recording
+
+    def recording(loss: Tensor) -> memory.RecordingBytes:
+        made.append(0)
+        return estimate(loss)
+
+    monkeypatch.setattr(memory, "recording", recording)
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 30)
+
+    def traced(rows: int) -> int:
+        made.clear()
+        with gt.watch(model) as watch:
+            loss = model(torch.randn(rows, 32)).square().mean()
+        watch.trace(loss)
+        return len(made)
+
+    assert [traced(50) for _ in range(4)] == [1, 1, 0, 0]  # recorded, replayed, and known
+    assert traced(500) == 1  # shapes differ
+    assert traced(50) == 0
+    monkeypatch.setattr(memory, "available", lambda device: 1 << 10)
+    with pytest.raises(TooLarge, match="recording the backward pass"):
+        traced(50)
