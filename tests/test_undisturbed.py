@@ -483,6 +483,17 @@ def test_influence_leaves_the_model(part: type[Part], way: str) -> None:
     loss.backward()  # versions are what they were
 
 
+@pytest.mark.parametrize("measured", [gt.influence, gt.decompose])
+def test_a_data_set_leaves_statistics_of_batch_norms(measured: Callable[..., object]) -> None:
+    """Those of a model in training mode: they went to the mean of the batches."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).train()
+    before = copy.deepcopy(model.state_dict())
+    measured(model, lambda model, x: model(x).square().mean(), [torch.randn(8, 4) + 3] * 3)
+    assert model.training and model[1].training
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 def test_what_fails_leaves_the_model_too() -> None:
     model = nn.Sequential(nn.BatchNorm1d(SIZE), nn.Linear(SIZE, 1)).train()
     before = state_of(model)
