@@ -48,7 +48,8 @@ def echo(*args):
     raise ValueError(f"got {args!r}")
 
 def swapped():
-    return tuple(reversed(right()))
+    loss_fn, model = right()
+    return model, loss_fn, torch.optim.SGD(model.parameters(), 0.1)
 
 def alone():
     return right()[1]
@@ -143,7 +144,7 @@ def test_a_wrong_gradient_is_1_and_named(script: Path) -> None:
     assert "wrong gradient: weight" in result.stdout
 
 
-@pytest.mark.parametrize(("name", "code"), [("right", 0), ("wrong", 1)])
+@pytest.mark.parametrize(("name", "code"), [("right", 0), ("swapped", 0), ("wrong", 1)])
 def test_check_as_json(script: Path, name: str, code: int) -> None:
     result = run("check", f"{script}:{name}", "--json", "--sample", 1, "--seed", 3)
     assert result.exit_code == code
@@ -166,8 +167,7 @@ CHECK_ERRORS: dict[str, tuple[str, ...]] = {
     "script.py": ("names no function", "script.py:function"),
     "script.py:": ("names no function",),
     "none.py:right": ("no script", "none.py"),
-    "script.py:alone": ("alone returned Linear", "(loss_fn, model)"),
-    "script.py:swapped": ("the order is check(loss_fn, model)",),
+    "script.py:alone": ("alone returned Linear", "(model, loss_fn)"),
     "script.py:several": ("6 elements",),
     "script.py:leaves": (f"line {line_of('raise SystemExit')}: SystemExit",),
     "script.py:fails_later": (f"line {line_of('return m(torch')}: RuntimeError", "--debug"),

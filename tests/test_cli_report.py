@@ -100,6 +100,10 @@ def test_it_is_opened(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["text.gradtrace"], "not a gradtrace file"),
         (["none.jsonl"], "does not exist"),
         (["a.gradtrace", "run.jsonl"], "only traces are compared"),
+        (
+            ["run.gradtrace"],
+            "view of a training run, for the page of its .jsonl file: give run.jsonl",
+        ),
         (["a.gradtrace", "--name", "x", "--name", "y"], "2 names"),
         (["a.gradtrace", "--out", "a.gradtrace"], "is the file that is read"),
         (["a.gradtrace", "--out", "text.gradtrace/x.html"], "text.gradtrace"),
@@ -108,6 +112,7 @@ def test_it_is_opened(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("saved")
 def test_what_cannot_be_shown(asked: list[str], words: str) -> None:
     Path("text.gradtrace").write_text("text")
+    _monitored(Path("run.jsonl"), 1, ended=True)
     assert words in refused(run("report", *asked))
 
 

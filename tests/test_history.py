@@ -499,6 +499,22 @@ def test_a_report_that_cannot_be_written_does_not_end_training(tmp_path: Path) -
         monitor.step(model(torch.randn(5, 3)).square().mean())
 
 
+def test_a_trace_beside_a_run_is_not_replaced_by_its_view(tmp_path: Path) -> None:
+    """A user's own run.gradtrace, beside run.jsonl."""
+    model, x = nn.Linear(3, 1), torch.randn(5, 3)
+    with gt.watch(model) as watch:
+        loss = model(x).square().mean()
+    watch.trace(loss).save(tmp_path / "run.gradtrace")
+    with (
+        pytest.warns(UserWarning, match=r"no view was kept: .*run\.gradtrace' holds a trace"),
+        gt.Monitor(model, budget=None, file=tmp_path / "run.jsonl") as monitor,
+    ):
+        monitor.step(model(x).square().mean())
+    assert gt.load(tmp_path / "run.gradtrace").gradients.keys() == {"weight", "bias"}
+    run_report.report_run(tmp_path / "run.jsonl", tmp_path / "x.html")
+    assert (tmp_path / "x.html").exists()
+
+
 def test_a_damaged_view_is_told(tmp_path: Path) -> None:
     run(tmp_path / "run.jsonl")
     (tmp_path / "run.gradtrace").write_bytes(b"something else")

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Exit, Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
 from gradtrace.cli.printing import STYLES, Json, console, table, working, write_json
-from gradtrace.cli.target import Arguments, Target, script_function
+from gradtrace.cli.target import (
+    Arguments,
+    Target,
+    kind_of,
+    script_function,
+    without_optimizers,
+)
 from gradtrace.errors import GradtraceError
+
+WHAT = "A function that returns (model, loss_fn), in any order; loss_fn is called many times."
 
 
 @app.command(
     epilog=examples(
         "gradtrace check train.py:loss",
         "gradtrace check train.py:loss --sample 20 -- tiny 3",
-        "where train.py has: def loss(size='base', layers='2'): ... return loss_fn, model",
+        "where train.py has: def loss(size='base', layers='2'): ... return model, loss_fn",
     )
 )
 def check(
-    target: Annotated[str, script_function("A function that returns (loss_fn, model).")],
+    target: Annotated[str, script_function(WHAT)],
     args: Arguments = None,
     sample: Annotated[
         int | None, Option(help="Elements to check of each parameter.", min=1)
@@ -35,13 +43,10 @@ def check(
 
     wanted = Target.of(target, args)
     with working(f"running {wanted.name}") as work, wanted.running() as script:
-        made = wanted.call(script)
-        if not isinstance(made, (tuple, list)) or len(made) != 2:
-            kind = type(made).__name__
-            raise GradtraceError(f"{wanted.name} returned {kind}; return (loss_fn, model)")
+        loss_fn, model = _parts(wanted.call(script), wanted.name)
         work.begin("checking")
         result = check_gradients(
-            *made, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
+            loss_fn, model, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
         )
     if as_json:
         write_json(result.to_dict())
@@ -50,3 +55,17 @@ def check(
         out.print(table(result.lines(), right=(1, 2, 4, 5), styles=STYLES))
         out.print(result.verdict, style=STYLES["ok" if result.ok else "wrong"])
     raise Exit(0 if result.ok else FAILED)
+
+
+def _parts(returned: Any, name: str) -> tuple[Any, Any]:
+    """The loss function and the model among what a function returned."""
+    from torch import nn
+
+    _, made = without_optimizers(returned)
+    if type(made) not in (tuple, list) or len(made) != 2 or not all(map(callable, made)):
+        raise GradtraceError(
+            f"{name} returned {kind_of(returned)}; return (model, loss_fn): the loss is computed "
+            "many times"
+        )
+    first, second = made
+    return (second, first) if not isinstance(second, nn.Module) else (first, second)

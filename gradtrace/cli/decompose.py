@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @app.command(
     epilog=examples(
         "gradtrace decompose train.py:parts --components 'encoder.*'",
-        "torchrun --nproc-per-node=4 -m gradtrace decompose train.py:parts --journal run.gradtrace",
+        "torchrun --nproc-per-node=4 -m gradtrace decompose train.py:parts --journal sum.gradtrace",
     )
 )
 def decompose(

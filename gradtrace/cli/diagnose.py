@@ -9,7 +9,7 @@ from typer import Argument, Exit
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
 from gradtrace.cli.printing import Json, working, write, write_json
-from gradtrace.cli.target import Arguments, Target, functions
+from gradtrace.cli.target import Arguments, Target, functions, without_optimizers
 from gradtrace.cli.trace import watched_loss
 
 if TYPE_CHECKING:
@@ -77,16 +77,3 @@ def diagnosed(target: str, args: list[str] | None) -> tuple[str, dict[str, Any],
         work.begin("diagnosing")
         found = watched.diagnose(loss, optimizer=optimizers)
     return str(found), found.to_dict(), found.healthy
-
-
-def without_optimizers(returned: Any) -> tuple[list[Optimizer], Any]:
-    """The optimisers among what a function returned, and the rest."""
-    from torch.optim import Optimizer
-
-    if type(returned) not in (tuple, list):
-        return [], returned
-    found = [part for part in returned if isinstance(part, Optimizer)]
-    rest = [part for part in returned if not isinstance(part, Optimizer)]
-    if not found:
-        return [], returned
-    return found, rest[0] if len(rest) == 1 else tuple(rest)

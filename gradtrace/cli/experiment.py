@@ -50,7 +50,9 @@ Rows = Annotated[
         "given later take the place of those of the same cell.",
     ),
 ]
-OnRay = Annotated[bool, Option("--ray", help="Measure on a Ray cluster (extra ray).")]
+OnRay = Annotated[
+    bool, Option("--ray", help="Measure on a Ray cluster (which needs the package ray).")
+]
 
 
 @app.command(

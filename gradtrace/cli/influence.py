@@ -88,7 +88,7 @@ PartsFunction = Annotated[
 
 @app.command(
     epilog=examples(
-        "gradtrace influence train.py:parts --components 'encoder.*' --journal run.gradtrace",
+        "gradtrace influence train.py:parts --components 'encoder.*' --journal counts.gradtrace",
         "gradtrace influence train.py:parts --sample 10000",
         "torchrun --nproc-per-node=4 -m gradtrace influence train.py:parts --json -- tiny 3",
         "where train.py has: def parts(size='base', layers='2'): ... "

@@ -38,10 +38,10 @@ Every = Annotated[float, Option(help="Seconds between looks at the file.", min=0
 
 @app.command(
     epilog=examples(
-        "gradtrace report run.gradtrace --open",
+        "gradtrace report mine.gradtrace --open",
         "gradtrace report before.gradtrace after.gradtrace --out compared.html",
         "gradtrace report run.jsonl --watch --open",
-        "where trace.save('run.gradtrace') or gt.Monitor(model, file='run.jsonl') wrote the file",
+        "where trace.save('mine.gradtrace') or gt.Monitor(model, file='run.jsonl') wrote the file",
     )
 )
 def report(
@@ -94,8 +94,9 @@ def _check(files: Sequence[Path], page: Path, names: Sequence[str]) -> None:
 
 def write_page(files: Sequence[Path], page: Path, names: Sequence[str]) -> tuple[str, bool | None]:
     """Write the page: a summary of it, and whether training goes on (None for traces)."""
+    from gradtrace.io import container
     from gradtrace.report.saving import load
-    from gradtrace.training.run_report import report_run
+    from gradtrace.training.run_report import KIND, report_run
 
     page.parent.mkdir(parents=True, exist_ok=True)
     if files[0].suffix == RUN:
@@ -103,6 +104,12 @@ def write_page(files: Sequence[Path], page: Path, names: Sequence[str]) -> tuple
         state = "goes on, or was stopped" if run.running else "has ended"
         summary = f"{len(run):,} traced steps, up to step {run.last or 0:,}; training {state}"
         return summary, run.running
+    for each in files:
+        if container.kind_of(each) == KIND:
+            raise GradtraceError(
+                f"{each} is the view of a training run, for the page of its .jsonl file: give "
+                f"{each.with_suffix(RUN)}"
+            )
     traces = [load(each) for each in files]
     titles = [*names, *(each.stem for each in files[len(names) :])]
     traces[0].report(page, compare=traces[1] if len(traces) > 1 else None, name=titles)

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
 from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.tools import user_script
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 SCRIPT = "gradtrace_script"
 """The name under which a user's script is imported, so that it shadows no other module."""
@@ -105,6 +108,19 @@ def kind_of(value: Any) -> str:
     if type(value) in (tuple, list):
         return f"({', '.join(type(part).__name__ for part in value)})"
     return type(value).__name__
+
+
+def without_optimizers(returned: Any) -> tuple[list[Optimizer], Any]:
+    """The optimisers among what a function returned, and the rest."""
+    from torch.optim import Optimizer
+
+    if type(returned) not in (tuple, list):
+        return [], returned
+    found = [part for part in returned if isinstance(part, Optimizer)]
+    rest = [part for part in returned if not isinstance(part, Optimizer)]
+    if not found:
+        return [], returned
+    return found, rest[0] if len(rest) == 1 else tuple(rest)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,13 @@ from gradtrace.cli.measures import (
     write_measure,
 )
 from gradtrace.cli.printing import Json, working, write, write_json, write_table
-from gradtrace.cli.target import Arguments, Target, kind_of, script_function
+from gradtrace.cli.target import (
+    Arguments,
+    Target,
+    kind_of,
+    script_function,
+    without_optimizers,
+)
 from gradtrace.errors import GradtraceError, TooLarge
 
 if TYPE_CHECKING:
@@ -215,7 +221,7 @@ def watched_call(
     from gradtrace.watch import watch
 
     with Discovery(diagnose=diagnose) as discovery:
-        returned = call()
+        _, returned = without_optimizers(call())  # which only diagnose looks at
     model, rest = _parted(returned, name, read, returns)
     if (found := read(rest)) is not None:
         discovery.resolve_names(whole(found), model, known)

@@ -33,12 +33,13 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from hashlib import sha256
 from math import isfinite, prod
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradtrace.errors import UPDATE
+from gradtrace.errors import UPDATE, GradtraceError
 from gradtrace.io import atomic_files, tuning
 from gradtrace.io.atomic_files import SPACE_HINT, BadFile, NoFile
 from gradtrace.io.strict_json import parse, weight
@@ -55,7 +56,7 @@ from gradtrace.io.validation import (
     unfit,
 )
 
-__all__ = ["BadFile", "Contents", "NoFile", "put", "read", "write"]
+__all__ = ["BadFile", "Contents", "NoFile", "kind_of", "put", "read", "write"]
 
 SCHEMA = 2
 """Version of the documents written here. In version 1, traces have no view (see ``report``)."""
@@ -180,6 +181,16 @@ def read(
     return Contents(
         document["kind"], document["meta"], {name: tensors[name] for name in names.values()}
     )
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """Of what kind a file is, by its header alone; None if it is not there, or none of ours."""
+    try:
+        with atomic_files.opened(Path(path).expanduser()) as file:
+            _, document = _parsed(_header(file), os.fstat(file.fileno()).st_size)
+    except (OSError, ValueError, RecursionError, GradtraceError):
+        return None
+    return str(document["kind"])
 
 
 @contextmanager

@@ -38,12 +38,19 @@ def beside(run: str | os.PathLike[str]) -> Path:
 
 
 def keep(path: str | os.PathLike[str], found: StoredView) -> None:
-    """Write a view to a file, replacing an older one atomically."""
+    """Write a view to a file, replacing an older one atomically; a file of another kind is left."""
+    if (held := container.kind_of(path)) not in (None, KIND):
+        raise GradtraceError(
+            f"{os.fspath(path)!r} holds a {held}, which is left as it is: move it, or give the run "
+            "another name"
+        )
     container.write(path, KIND, {"step": found.step}, {VIEW: saved(found.view)})
 
 
 def kept(path: str | os.PathLike[str]) -> StoredView | None:
-    """Read the view in a file; None if the file does not exist."""
+    """Read the view in a file; None if the file does not exist, or is of another kind."""
+    if container.kind_of(path) not in (None, KIND):
+        return None
     try:
         with container.about(path):
             contents = container.read(path, KIND, schemas.VIEW)
