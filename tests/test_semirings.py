@@ -41,6 +41,7 @@ from gradtrace.semirings import (
     TopK,
     Value,
 )
+from gradtrace.semirings.base import UNTARGETED, places
 
 INF, NAN = math.inf, math.nan
 BUILT_IN: list[Semiring] = [
@@ -1037,3 +1038,12 @@ def test_counts_of_elements_at_different_rates() -> None:
         y = y.expand(256).mean()
     found = gradtrace.backward(x[0] + y, Count(log=True), names={"x": x})["x"]
     assert found.tolist() == [0.0, 1200.0]
+
+
+def test_elements_without_a_target_do_not_all_go_to_one_place() -> None:
+    target = torch.tensor([2, 0, -1, 2]).repeat(5000)
+    at = places(target, 3)
+    assert torch.equal(at[target >= 0], target[target >= 0])
+    away = at[target < 0]
+    assert away.min() >= 3 and away.max() < 3 + UNTARGETED
+    assert away.bincount().max() <= 5000 // UNTARGETED * 4 + 4

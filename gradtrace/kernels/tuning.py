@@ -36,9 +36,12 @@ CUDA_MIN_PRODUCTS = 1 << 22
 """The fewest products for which the CUDA kernels, and copying operands for them, pay."""
 
 SPLIT_PRODUCT_MIN_K = 512
-"""The fewest products a sum for which float32 is split into bfloat16 parts: on an H200 this takes
-twice the time of a float32 product at 64, and half of it at 2,048; between them nothing was
-measured."""
+"""The fewest products a sum for which float32 is split into two bfloat16 parts."""
+
+SPLIT_PRODUCT_LEAST_K = 32
+SPLIT_PRODUCT_MIN_GROWTH = 4
+"""From so many products a sum on it is split into three, if the result has so many times the
+elements: writing it takes most of the time then, and not the splitting."""
 
 SMALL_WORKSPACE_BYTES = 1 << 26
 """Workspaces up to this many bytes are allocated without asking how much memory is free."""

@@ -12,7 +12,7 @@ from gradtrace.linops import tuning
 from gradtrace.linops.base import Best, Map, Rows, Selection, chosen, taken_at
 from gradtrace.linops.indexing import each_at
 from gradtrace.semirings import Semiring, Value
-from gradtrace.semirings.base import each
+from gradtrace.semirings.base import UNTARGETED, each, places
 from gradtrace.types import Shape
 
 
@@ -57,9 +57,9 @@ class Scatter(Map):
         return self.target
 
     def apply(self, x: Tensor) -> Tensor:
-        out = x.new_zeros(self.outputs + 1)  # the last slot collects elements without a target
-        place = self.target.reshape(-1).remainder(self.outputs + 1)
-        return out.index_add_(0, place, x.reshape(-1))[:-1].reshape(self.out_shape)
+        out = x.new_zeros(self.outputs + UNTARGETED)
+        out.index_add_(0, places(self.target.reshape(-1), self.outputs), x.reshape(-1))
+        return out[: self.outputs].reshape(self.out_shape)
 
     def add_to(self, total: Tensor, x: Tensor) -> Tensor:
         """``total += apply(x)`` in place; only elements that are a target are written."""
@@ -114,13 +114,17 @@ class Scatter(Map):
 
     def few(self, x: Tensor, ids: Tensor) -> SparseElements:
         """``apply`` and ``select`` for only the outputs that are the target of some input."""
-        target = self.target.reshape(-1)
+        target, flat, ids = self.target.reshape(-1), x.reshape(-1), ids.reshape(-1)
+        there = (target >= 0).nonzero().reshape(-1)
+        if len(there) < len(
+            target
+        ):  # on a GPU all those without a target would wait for each other
+            target, flat, ids = target[there], flat[there], ids[there]
         at, place = target.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        flat = x.reshape(-1)
-        size, selected = backend_of(x).scatter(flat, ids.reshape(-1), place, len(at))
-        value = flat.new_zeros(len(at)).index_add_(0, place, flat)
-        there = at >= 0  # -1, no target, is one of the distinct targets here
-        return SparseElements(at[there], value[there], selected[there], size[there])
+        size, selected = backend_of(x).scatter(flat, ids, place, len(at))
+        return SparseElements(
+            at, flat.new_zeros(len(at)).index_add_(0, place, flat), selected, size
+        )
 
     def rows(self, at: Tensor) -> Rows:
         target = self.target.reshape(-1).to(at.device)
@@ -162,6 +166,6 @@ class Scatter(Map):
         return Scatter(torch.where(targets >= 0, targets + shift, -1), (count, *self.out_shape))
 
     def max_source(self, x: Tensor) -> Tensor:
-        place = self.target.reshape(-1).remainder(self.outputs + 1)
-        out = x.new_zeros(self.outputs + 1).scatter_reduce(0, place, x.reshape(-1), "amax")
-        return out[:-1].reshape(self.out_shape)
+        place = places(self.target.reshape(-1), self.outputs)
+        out = x.new_zeros(self.outputs + UNTARGETED).scatter_reduce(0, place, x.reshape(-1), "amax")
+        return out[: self.outputs].reshape(self.out_shape)

@@ -12,7 +12,16 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError, OutOfRange
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.precision import exact
-from gradtrace.semirings.base import Piece, Semiring, Value, each, shifted, wide
+from gradtrace.semirings.base import (
+    UNTARGETED,
+    Piece,
+    Semiring,
+    Value,
+    each,
+    places,
+    shifted,
+    wide,
+)
 from gradtrace.semirings.einsum_plan import plan, sum_weight_only_letters
 
 
@@ -29,8 +38,8 @@ class Additive(Semiring):
         return each(x, lambda part: part.sum(tuple(dims), keepdim=True)) if dims else x
 
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
-        place = target.remainder(size + 1)  # the last slot collects elements without a target
-        return each(x, lambda p: p.new_zeros(size + 1).index_add(0, place, p)[:size])
+        place, many = places(target, size), size + UNTARGETED
+        return each(x, lambda p: p.new_zeros(many).index_add(0, place, p)[:size])
 
     def scan(self, x: Value, dim: int) -> Value:
         return each(x, lambda part: part.cumsum(dim))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import backend_of, largest
-from gradtrace.semirings.base import Semiring, Value, each, shifted
+from gradtrace.semirings.base import UNTARGETED, Semiring, Value, each, places, shifted
 from gradtrace.semirings.einsum_plan import plan, sum_weight_only_letters
 
 
@@ -85,9 +85,8 @@ class Max(Scaled):
         return (x[0].amax(tuple(dims), keepdim=True),)
 
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
-        place = target.remainder(size + 1)  # the last slot collects elements without a target
-        out = x[0].new_full((size + 1,), self.zero[0])
-        return (out.scatter_reduce(0, place, x[0], "amax")[:size],)
+        out = x[0].new_full((size + UNTARGETED,), self.zero[0])
+        return (out.scatter_reduce(0, places(target, size), x[0], "amax")[:size],)
 
     def scan(self, x: Value, dim: int) -> Value:
         return (x[0].cummax(dim).values,) if x[0].numel() else x
@@ -227,8 +226,8 @@ class Bool(Semiring):
         return (x[0].cumsum(dim) > 0,)
 
     def scatter(self, x: Value, target: Tensor, size: int) -> Value:
-        out = x[0].new_zeros(size + 1, dtype=torch.int32)
-        return (out.index_add(0, target.remainder(size + 1), x[0].int())[:size] > 0,)
+        out = x[0].new_zeros(size + UNTARGETED, dtype=torch.int32)
+        return (out.index_add(0, places(target, size), x[0].int())[:size] > 0,)
 
     def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
         spec, weight = sum_weight_only_letters(spec, weight)

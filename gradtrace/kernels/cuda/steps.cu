@@ -1554,17 +1554,19 @@ KERNEL(256, renumber, Renumber) {
 struct Split {
   const u32* x;
   unsigned short* out;
-  i64 n, each;  // elements of x, and of each of its rows
+  i64 n, each, parts;  // elements of x, and of each of its rows; how many parts
 };
 
-// A float32 number as the sum of two bfloat16 numbers of its sign: eight bits of it each, the last
-// rounded to nearest. The two parts of a row follow each other.
+// A float32 number as the sum of two or three bfloat16 numbers of its sign: eight bits of it each,
+// the last rounded to nearest. The parts of a row follow each other.
 KERNEL(256, split, Split) {
   for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
-    unsigned short* out = c.out + i / c.each * 2 * c.each + i % c.each;
-    const u32 high = c.x[i] >> 16;
-    const u32 rest = (u32)__float_as_int(__uint_as_float(c.x[i]) - __uint_as_float(high << 16));
-    out[0] = (unsigned short)high;
-    out[c.each] = (unsigned short)((rest + 0x7fff + (rest >> 16 & 1)) >> 16);
+    unsigned short* out = c.out + i / c.each * c.parts * c.each + i % c.each;
+    u32 rest = c.x[i];
+    for (i64 part = 1; part < c.parts; part++, out += c.each) {
+      *out = (unsigned short)(rest >> 16);
+      rest = (u32)__float_as_int(__uint_as_float(rest) - __uint_as_float(rest & 0xffff0000u));
+    }
+    *out = (unsigned short)((rest + 0x7fff + (rest >> 16 & 1)) >> 16);
   }
 }
