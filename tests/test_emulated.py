@@ -453,17 +453,21 @@ def test_normalised_sums_of_what_is_not_finite(emulator: Emulator) -> None:
 
 def test_products_of_half_precision(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within their bound, for numbers of any size; what is not finite stays so."""
-    monkeypatch.setattr(tuning, "SPLIT_PRODUCT_MIN_K", 1)
+    monkeypatch.setattr(tuning, "SPLIT_PRODUCT_MIN_PRODUCTS", 1)
+    monkeypatch.setattr(tuning, "SPLIT_PRODUCT_MIN_COLUMNS", 1)
     monkeypatch.setattr(cuda_half_products, "summed_products", lambda a, b: a.float() @ b.float())
     sizes = torch.logspace(-30, 30, 5).unsqueeze(1)
-    for i, m, k, n in ((1, 5, 40, 3), (3, 5, 1, 9), (2, 5, 7, 1)):
+    shapes = ((1, 5, 40, 3), (3, 5, 1, 9), (2, 5, 7, 1))
+    for (i, m, k, n), parts in product(shapes, (2, 3)):
+        monkeypatch.setattr(tuning, "TWO_PARTS_MIN_K", 1 if parts == 2 else 64)
         a, b = torch.rand(i, k, m).mT * sizes, torch.rand(i, k, n).bfloat16()
-        parts = cuda_half_products.split(a)
-        assert parts.dtype is torch.bfloat16 and bool((parts >= 0).all())
-        whole = parts.double().view(i, m, 2, k).sum(2)
-        torch.testing.assert_close(whole, a.double(), rtol=2**-16, atol=0.0)
+        split = cuda_half_products.split(a, parts)
+        assert split.dtype is torch.bfloat16 and bool((split >= 0).all())
+        whole = split.double().view(i, m, parts, k).sum(2)
+        left_out = 2**-16 if parts == 2 else 0.0
+        torch.testing.assert_close(whole, a.double(), rtol=left_out, atol=0.0)
         wanted = a.double() @ b.double()
-        bound = 2**-16 + (2 * k + 2) * 2**-24
+        bound = left_out + parts * (k + 1) * 2**-24
         for found in (ops.widened_product(a, b), ops.widened_product(a, b.mT.contiguous().mT)):
             torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=0.0)
     for bad in (float("inf"), float("nan")):

@@ -26,10 +26,10 @@ def serves(a: Tensor, b: Tensor) -> bool:
 
 
 def _pays(a: Tensor, b: Tensor) -> bool:
-    """Whether the product is long, or the time goes into a result larger than the operands."""
-    k, n = b.shape[1:]
-    most = n // tuning.SPLIT_PRODUCT_MIN_GROWTH
-    return k >= tuning.SPLIT_PRODUCT_MIN_K or tuning.SPLIT_PRODUCT_LEAST_K <= k <= most
+    """Whether the product takes long, and splitting a, which it reads n times, does not."""
+    n = b.shape[2]
+    long = a.numel() * n >= tuning.SPLIT_PRODUCT_MIN_PRODUCTS
+    return long and n >= tuning.SPLIT_PRODUCT_MIN_COLUMNS
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     relative error is at most (p·k + p)·2⁻²⁴, and 2⁻¹⁶ more with two; that of a float32 product is
     (k + 1)·2⁻²⁴.
     """
-    parts = FEW_PARTS if a.shape[2] >= tuning.SPLIT_PRODUCT_MIN_K else ALL_PARTS
+    parts = FEW_PARTS if a.shape[2] >= tuning.TWO_PARTS_MIN_K else ALL_PARTS
     return summed_products(split(a, parts), repeated(b, parts))
 
 
