@@ -7,7 +7,7 @@ of their gradients, each found by a backward pass from its own place in the sum.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -23,7 +23,7 @@ from gradtrace.autodiff.traversal import walk
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
 from gradtrace.diagnosis.forward_record import ForwardRecord, shown
 from gradtrace.diagnosis.result import Finding, Reason
-from gradtrace.diagnosis.zeros import kind_of, reason_of
+from gradtrace.diagnosis.zeros import is_placeholder, kind_of, reason_of
 from gradtrace.flow import Flow
 from gradtrace.flow.tuning import FAR_FACTOR
 
@@ -132,8 +132,10 @@ class LossTerms:
     hooks: HookWatch
     record: ForwardRecord | None
 
-    def findings(self) -> Iterator[Finding]:
-        """Terms whose gradient is 0, or lost beside that of another."""
+    def findings(self, told: Collection[str]) -> Iterator[Finding]:
+        """Terms whose gradient is 0, or lost beside that of another; not those that are multiplied
+        by 0 on lines that were ``told`` of.
+        """
         terms = list(self._terms())
         if not 2 <= len(terms) <= MAX_TERMS:
             return
@@ -141,7 +143,7 @@ class LossTerms:
         most = max(norms)
         largest = terms[norms.index(most)][0]
         for term, norm in zip(terms, norms):
-            if norm * DROWNED_FACTOR < most:
+            if norm * DROWNED_FACTOR < most and not self._known(term[0], told):
                 yield self._finding(term, norm, largest, most)
 
     def _finding(self, term: tuple[Node, int], norm: float, largest: Node, most: float) -> Finding:
@@ -160,6 +162,18 @@ class LossTerms:
             f"{DROWNED_FACTOR:,.0f}.",
             advice=RESTS if resting else WEIGHTLESS if weightless else WEIGH,
         )
+
+    def _known(self, node: Node, told: Collection[str]) -> bool:
+        """Whether a term is multiplied by 0 on purpose, or on a line that was told of."""
+        if not self.sizes.is_zero(self._body(node)):
+            return False
+        above = node
+        while kind_of(above) != "Mul" and len(users := self.sizes.users.get(above, ())) == 1:
+            above = users[0]
+        if self.record is None:
+            return False
+        operation = self.record.of_node(sequence_of(above))
+        return self._line(above) in told or is_placeholder(self.record, operation)
 
     def _body(self, node: Node) -> Node:
         """What a term is a multiple of."""

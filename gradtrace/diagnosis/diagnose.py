@@ -262,7 +262,7 @@ class Diagnoser:
             self.remarks.append(f"Whether gradients vanish or explode was not measured: {why}.")
             return
         terms = balance.LossTerms(loss, sizes, subject.names, subject.hooks, subject.record)
-        yield from terms.findings()
+        yield from terms.findings({each.line for each in missing if each.severity != "note"} - {""})
         try:
             flow = subject.trace(loss).flow()
         except GradtraceError as error:

@@ -24,7 +24,14 @@ from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.pass_scope import PausedMode, own_work_runs
-from gradtrace.diagnosis.source_lines import Place, SourceLine, block_line, decorator_line, place
+from gradtrace.diagnosis.source_lines import (
+    Place,
+    SourceLine,
+    block_line,
+    decorator_line,
+    place,
+    switched_by,
+)
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
 
@@ -94,6 +101,7 @@ class Operation:
     literal: bool  # an argument is a Python number that is infinite or NaN
     inside: bool  # a call of a module was running
     element: Element | None = None
+    off_by: str = ""  # the function of a library that turned gradients off
     batched: bool = False  # inside a transform of ``torch.func``, whose results are not recorded
 
     @property
@@ -290,6 +298,11 @@ class ForwardRecord:
         """The values of tensors that somebody still holds."""
         return {values[-1] for tensor, values in self.tensors.values() if tensor() is not None}
 
+    def maker(self, value: int) -> Operation | None:
+        """The operation that made a value; None of parameters and inputs."""
+        number = self.makers.get(value)
+        return None if number is None else self.operations[number]
+
     def of_node(self, number: int | None) -> Operation | None:
         """The operation that made the autograd node of this sequence number."""
         if number is None:
@@ -358,6 +371,7 @@ class ForwardRecorder(PausedMode):
         self.record = record
         self._module = module
         self._off_line: SourceLine | None = None
+        self._off_by = ""
         self._read: dict[float, int] = {}  # the values of numbers that ``item()`` has read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -404,6 +418,7 @@ class ForwardRecorder(PausedMode):
         leaving = "__exit__" in (frame.f_code.co_name, outer and outer.f_code.co_name)
         if not leaving or self._off_line is None:
             self._off_line = decorator_line(frame) or place(frame).line
+            self._off_by = switched_by(frame)
 
     def _write(
         self,
@@ -448,6 +463,7 @@ class ForwardRecorder(PausedMode):
             module is not None,
         )
         operation.batched = _batched()
+        operation.off_by = self._off_by if off == "no_grad" else ""
         operation.element = self._element(operation, given, made)
         record.add(operation, start)
 

@@ -33,6 +33,7 @@ class Reason(str, Enum):
     FUNCTION = "custom function returns no gradient"
     CUT = "cut off"
     ZERO_FACTOR = "multiplied by zero"
+    PLACEHOLDER = "its sum is multiplied by a written 0"
     DEAD_RELU = "dead ReLU"
     CONSTANT = "loss is constant"
     SATURATED = "saturated"

@@ -18,8 +18,8 @@ ADVICE = {
     Reason.REPLACED: "forward assigns a new tensor to this name; the optimiser still holds the old "
     "one. Change values under torch.no_grad() with copy_(), or compute a new tensor of the "
     "parameter and keep that in a local variable.",
-    Reason.NO_GRAD: "run this part with gradients on: take it out of torch.no_grad(); if it is "
-    "meant to be frozen, say so with requires_grad_(False).",
+    Reason.NO_GRAD: "run this part with gradients on: take it out of torch.no_grad(), or call a "
+    "function that leaves them on; if it is meant to be frozen, say so with requires_grad_(False).",
     Reason.INFERENCE: "run this part outside torch.inference_mode(); if it is meant to be frozen, "
     "say so with requires_grad_(False).",
     Reason.DETACHED: "replace the operation by one with a derivative: softmax or Gumbel-softmax "
@@ -37,16 +37,24 @@ _LEAVE_OUT = (
     "leave it out; if it is meant, let another term of the loss train the part, or freeze it with "
     "requires_grad_(False)."
 )
-_SAMPLES = (
+SAMPLES = (
     "no gradient passes through a sample: use rsample() where the distribution has it, "
     "Gumbel-softmax, or log_prob() of the sample times the reward."
 )
-SAMPLERS = ("normal", "multinomial", "bernoulli", "binomial", "poisson", "_standard_gamma")
+SAMPLERS = (
+    "sample",
+    "normal",
+    "multinomial",
+    "bernoulli",
+    "binomial",
+    "poisson",
+    "_standard_gamma",
+)
 _IN_TORCH = "compute with tensors: the functions of torch that do the same have a derivative."
 _KEEP = "keep the tensor, and compute with it; item() and float() are for printing and logging."
 INSTEAD = {
     **dict.fromkeys(("detach", "detach_", ".data", "tensor", "new_tensor"), _LEAVE_OUT),
-    **dict.fromkeys(SAMPLERS, _SAMPLES),
+    **dict.fromkeys(SAMPLERS, SAMPLES),
     **dict.fromkeys(("item", "__float__"), _KEEP),
     **dict.fromkeys(("numpy", "__array__", "tolist"), _IN_TORCH),
 }
@@ -171,6 +179,8 @@ class CutFinder:
 
 
 def _reason(operation: Operation) -> Reason:
+    if operation.where.drawn and operation.off != "inference_mode":
+        return Reason.DETACHED
     by_mode = {
         "no_grad": Reason.NO_GRAD,
         "inference_mode": Reason.INFERENCE,
@@ -183,9 +193,16 @@ def _reason(operation: Operation) -> Reason:
 def _blamed(name: str, module: str, reason: Reason, operation: Operation | None) -> SilentParameter:
     if operation is None:
         return SilentParameter(name, module, reason)
+    drawn = operation.where.drawn
+    if drawn is not None and reason is Reason.DETACHED:
+        evidence = f"{drawn.name}.sample() draws without a derivative; "
+        evidence += "its rsample() has one." if drawn.rsample else "it has no rsample()."
+        line = str(operation.where.line or "")
+        return SilentParameter(name, module, reason, line, "sample", evidence)
     same = str(operation.where.line) == str(operation.line)
+    off = f"by {operation.off_by}()" if operation.off_by else "here"
     said = {
-        Reason.NO_GRAD: "Gradients were turned off here; the first operation without a graph is "
+        Reason.NO_GRAD: f"Gradients were turned off {off}; the first operation without a graph is "
         f"{shown(operation)}{'' if same else f', {operation.where.line}'}.",
         Reason.INFERENCE: f"{shown(operation)} ran in inference mode"
         f"{'' if same else f', {operation.where.line}'}.",

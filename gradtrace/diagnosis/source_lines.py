@@ -41,12 +41,16 @@ class SourceLine(NamedTuple):
         return f"{place}: {code}" if code else place
 
 
-USER, LIBRARY, FUNCTION, CHECKPOINT, TORCH = range(5)
-"""Kinds of frames: the user's code, a library's, ``Function.apply``, a reentrant checkpoint, and
-others of PyTorch or gradtrace.
+USER, LIBRARY, FUNCTION, CHECKPOINT, SAMPLE, TORCH = range(6)
+"""Kinds of frames: the user's code, a library's, ``Function.apply``, a reentrant checkpoint,
+``sample()`` of a distribution, and others of PyTorch or gradtrace.
 """
 
 _TORCH = str(Path(torch.__file__).parent)
+_DISTRIBUTIONS = str(Path(_TORCH, "distributions"))
+_SWITCHES = tuple(
+    str(Path(_TORCH, *at)) for at in (("autograd", "grad_mode"), ("utils", "_context"))
+)
 _OWN = str(Path(__file__).parents[1])
 _LIBRARIES = (_TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _KINDS: dict[int, tuple[int, CodeType]] = {}
@@ -60,6 +64,8 @@ def _kind(code: CodeType) -> int:
     if file.startswith(_TORCH):
         if code.co_name == "forward" and file.endswith("checkpoint.py"):
             return CHECKPOINT
+        if code.co_name == "sample" and file.startswith(_DISTRIBUTIONS):
+            return SAMPLE
         return FUNCTION if code.co_name == "apply" and file.endswith("function.py") else TORCH
     if file.startswith(_OWN):
         return USER if "experiments" in file[len(_OWN) :] else TORCH
@@ -67,13 +73,28 @@ def _kind(code: CodeType) -> int:
     return LIBRARY if outside else USER
 
 
+class Drawn(NamedTuple):
+    """A distribution from which a sample is drawn, and whether it has an ``rsample()``."""
+
+    name: str
+    rsample: bool
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Drawn:
+        """That of a frame of ``sample()``."""
+        found = frame.f_locals.get("self")
+        return cls(type(found).__name__, bool(getattr(found, "has_rsample", False)))
+
+
 class Place(NamedTuple):
     """Where an operation runs: the user's line (of the library that calls PyTorch, if no code of
-    the user's does), and inside which custom function (``""``, ``"function"``, ``"checkpoint"``).
+    the user's does), inside which custom function (``""``, ``"function"``, ``"checkpoint"``), and
+    of which distribution's ``sample()`` it is a part.
     """
 
     line: SourceLine | None
     inside: str
+    drawn: Drawn | None = None
 
 
 def block_line(frame: FrameType | None, word: str) -> SourceLine | None:
@@ -108,6 +129,19 @@ def decorator_line(frame: FrameType | None) -> SourceLine | None:
     return None
 
 
+def switched_by(frame: FrameType | None) -> str:
+    """The function of a library, or of PyTorch, that turns gradients off; "" if the user does."""
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN, *_SWITCHES)):
+        if frame.f_code.co_name == "decorate_context":
+            function = unwrap(frame.f_locals["func"])
+            code = getattr(function, "__code__", None)
+            return "" if code is None or _kind(code) == USER else function.__qualname__
+        frame = frame.f_back
+    if frame is None or _kind(frame.f_code) == USER:
+        return ""
+    return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
+
+
 def _decorator(code: CodeType) -> SourceLine | None:
     """The line above a user's function that turns gradients off."""
     number = code.co_firstlineno
@@ -135,7 +169,7 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
     at = frame or sys._getframe(1)
     mine: SourceLine | None = None
     other: SourceLine | None = None
-    inside = ""
+    inside, drawn = "", None
     step: FrameType | None = at
     kinds = _KINDS
     while step is not None:
@@ -155,7 +189,9 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
             inside = "checkpoint"
         elif kind == FUNCTION:
             inside = inside or "function"
+        elif kind == SAMPLE:
+            drawn = Drawn.of(step) if mine is None else drawn
         elif other is None:
             other = SourceLine(code.co_filename, step.f_lineno)
         step = step.f_back
-    return Place(mine or other, inside)
+    return Place(mine or other, inside, drawn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from gradtrace.autodiff.nodes import Node, name_of, sequence_of
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
 from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, plain, shown
 from gradtrace.diagnosis.result import Reason, SilentParameter
+from gradtrace.diagnosis.silent import SAMPLES
 from gradtrace.flow.tuning import UNDERFLOW_FACTOR
 
 FACTORS = {
@@ -45,6 +47,8 @@ BY_NAME = {name: reason for reason, names in KINDS.items() for name in names.spl
 ADVICE = {
     Reason.ZERO_FACTOR: "find the factor that is 0 (a mask, a coefficient, weights that begin at 0 "
     "and are not trained) and change it.",
+    Reason.PLACEHOLDER: "none, if it is there so that each parameter has a gradient, as "
+    "DistributedDataParallel wants it; the parameters learn nothing by it.",
     Reason.DEAD_RELU: "a smaller learning rate, another initialisation (He), inputs that are "
     "normalised, or a leaky slope bring it back.",
     Reason.CONSTANT: "none if every margin is met: there is nothing to learn from this batch. Else "
@@ -78,6 +82,7 @@ BOUNDS = (
 )
 BY_KIND = {
     **dict.fromkeys(("Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn", "Fix", "Div"), STEPS),
+    **dict.fromkeys(("Normal", "Bernoulli", "Poisson", "Binomial", "StandardGamma"), SAMPLES),
     **dict.fromkeys(("Clamp", "ClampMax", "ClampMin", "Hardtanh", "Hardsigmoid"), BOUNDS),
 }
 """What to do about zeros of these operators, where it is more than the reason tells."""
@@ -147,6 +152,8 @@ class ZeroFinder:
             reason = Reason.DEAD_RELU  # a clamp at 0
         if reason is Reason.DEAD_RELU and operation is not None and not operation.inside:
             reason = Reason.CONSTANT if self._is_loss(node) else reason
+        if reason is Reason.ZERO_FACTOR and is_placeholder(self.record, operation):
+            reason = Reason.PLACEHOLDER
         line = "" if operation is None or operation.where.line is None else operation.where.line
         return SilentParameter(
             name,
@@ -175,7 +182,7 @@ class ZeroFinder:
         """An error, unless the other factor of a product is the cause: a note if that is trained,
         and so leaves 0 at the first step, a warning if it gets no gradient either.
         """
-        if reason is Reason.CANCELLED:
+        if reason in (Reason.CANCELLED, Reason.PLACEHOLDER):
             return "note"
         if reason is Reason.NO_SAMPLES:
             return "warning"
@@ -280,7 +287,7 @@ class ZeroFinder:
             return f"{reached}, where a hook makes nothing but zeros of it."
         if operation is None or self.record is None:
             return f"{reached}, and it hands on exactly 0."
-        if reason is Reason.ZERO_FACTOR:
+        if reason in (Reason.ZERO_FACTOR, Reason.PLACEHOLDER):
             return f"{reached}, and it hands on exactly 0{self._zeros_among(node, operation)}."
         if kind_of(node) == "Embedding":
             return f"{reached}, and it hands on exactly 0{_padded(node)}."
@@ -289,6 +296,40 @@ class ZeroFinder:
         at = "is" if known and known[0].low == known[0].high else "lies in"
         ranges = f", whose input {at} {known[0]}" if known else ""
         return f"{reached}{ranges}, and it hands on exactly 0."
+
+
+def is_placeholder(record: ForwardRecord | None, operation: Operation | None) -> bool:
+    """Whether an operation is the sum of parameters, or of what modules return, times a 0 that is
+    written there: ``loss + 0 * unused(x).sum()``, by which those that take no part get a gradient.
+    """
+    if record is None or operation is None or plain(operation.name) != "mul":
+        return False
+    code = operation.where.line.expression if operation.where.line else ""
+    if len(operation.inputs) != 1 or not (code == "" or _has_zero(code)):
+        return False
+    stack, here = list(operation.inputs), (operation.module, operation.inside)
+    while stack:
+        maker = record.maker(stack.pop())
+        name = "" if maker is None else plain(maker.name)
+        if maker is None or name not in ("add", "sum"):
+            return False
+        if name == "add":
+            stack += maker.inputs
+            continue
+        summed = [record.maker(value) for value in maker.inputs]
+        if any(each is not None and (each.module, each.inside) == here for each in summed):
+            return False
+    return True
+
+
+def _has_zero(code: str) -> bool:
+    """Whether an expression is a product one factor of which is the number 0."""
+    try:
+        tree = ast.parse(code, mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    factors = (tree.left, tree.right) if isinstance(tree, ast.BinOp) else ()
+    return any(isinstance(each, ast.Constant) and each.value == 0 for each in factors)
 
 
 def stopped_by_hook(name: str, largest: float) -> SilentParameter:

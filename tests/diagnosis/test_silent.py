@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from healthy_cases import CASES as HEALTHY
 from silent_cases import CASES, Net, data
+from torch import distributions as D
 
 import gradtrace as gt
 
@@ -240,7 +242,8 @@ def test_a_monitor_warns_of_silent_parameters_at_its_first_step() -> None:
         (lambda h: (h - 90).clamp(-5, 5), "saturated", "widen them"),
         (lambda h: torch.sigmoid(h - 900), "saturated", "normalise"),
         (lambda h: 0.0 * h + 1, "multiplied by zero", "find the factor"),
-        (lambda h: torch.distributions.Normal(h, 1.0).sample(), "called under no_grad", "rsample"),
+        (lambda h: torch.normal(h, 1.0), "derivative is zero", "rsample"),
+        (lambda h: torch.bernoulli(h.sigmoid()), "derivative is zero", "rsample"),
         (lambda h: h.softmax(-1).multinomial(1) + h.detach(), "output detached", "rsample"),
     ],
 )
@@ -256,3 +259,87 @@ def test_the_advice_fits_the_operator(
     assert found.silent[0].reason == reason and advice in found.findings[0].advice, found
     if reason == "multiplied by zero":
         assert "the other factor is the number 0" in found.findings[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("draw", "said"),
+    [
+        (lambda h: D.Normal(h, 1.0).sample(), "Normal.sample() draws"),
+        (lambda h: D.MultivariateNormal(h, torch.eye(6)).sample(), "its rsample() has one"),
+        (lambda h: D.Independent(D.Uniform(h, h + 1), 1).sample(), "Independent.sample() draws"),
+        (lambda h: D.Beta(h.exp(), h.exp()).sample(), "its rsample() has one"),
+        (lambda h: D.OneHotCategorical(logits=h).sample(), "it has no rsample()"),
+        (lambda h: D.Bernoulli(logits=h).sample(), "it has no rsample()"),
+    ],
+)
+def test_a_sample_that_cuts_the_gradient(
+    draw: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    """Not the ``no_grad`` inside of PyTorch, nor the operator that came first there."""
+    torch.manual_seed(0)
+    model = Net(draw)
+    x, y = data()
+    with gt.watch(model) as watch:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    found = watch.diagnose(loss)
+    assert {each.reason for each in found.silent} == {"output detached"}, str(found)
+    assert found.silent[0].operator == "sample" and ".sample()" in found.silent[0].line
+    assert said in found.findings[0].evidence and "rsample" in found.findings[0].advice
+
+
+LIBRARY = """
+import torch
+
+@torch.no_grad()
+def decorated(h):
+    return h + 1
+
+def around(h):
+    with torch.no_grad():
+        return h + 1
+"""
+
+
+@pytest.mark.parametrize("name", ["decorated", "around"])
+def test_a_library_that_turns_gradients_off_is_named_beside_the_users_line(name: str) -> None:
+    library: dict[str, Any] = {}
+    exec(compile(LIBRARY, "/somewhere/site-packages/library.py", "exec"), library)
+    function = library[name]
+    model = Net(lambda h: function(h))  # HERE
+    x, y = data()
+    with gt.watch(model) as watch:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    (found,) = watch.diagnose(loss).findings
+    assert "called under no_grad" in found.title and "# HERE" in found.line
+    assert f"turned off by {name}();" in found.evidence
+
+
+class Spare(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = torch.nn.Linear(4, 2)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs positions of instructions")
+@pytest.mark.parametrize(
+    ("term", "severity"),
+    [
+        (lambda model, x: 0 * model.spare(x).sum(), "note"),
+        (lambda model, x: sum(p.sum() for p in model.spare.parameters()) * 0.0, "note"),
+        (lambda model, x: 0.0 * model.spare(x).square().sum(), "error"),
+        (lambda model, x: x.new_tensor(0.0) * model.spare(x).sum(), "error"),
+        (lambda model, x: float(x.numel() < 0) * model.spare(x).sum(), "error"),
+    ],
+)
+def test_a_sum_times_a_written_zero_is_meant(term: Callable[..., Any], severity: str) -> None:
+    """As it is told to users of DistributedDataParallel; a loss that weighs nothing is not."""
+    torch.manual_seed(0)
+    model = Spare()
+    x, y = data()
+    with gt.watch(model) as watch:
+        loss = torch.nn.functional.cross_entropy(model(x), y) + term(model, x)
+    diagnosis = watch.diagnose(loss)
+    (found,) = diagnosis.findings
+    assert found.severity == severity and "0: spare.weight, spare.bias" in found.title
+    assert diagnosis.healthy == (not diagnosis.silent) == (severity == "note")
+    assert ("DistributedDataParallel" in found.advice) == (severity == "note")
