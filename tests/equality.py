@@ -95,6 +95,7 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "tally": PLAIN.tally,
     "measure": PLAIN.measure,
     "measure_many": PLAIN.measure_many,
+    "measure_rows": PLAIN.measure_rows,
     "reduce": PLAIN.reduce,
     "scatter": PLAIN.scatter,
     "sparse": PLAIN.sparse,

@@ -49,6 +49,7 @@ from gradtrace.linops import (
     tiling,
 )
 from gradtrace.linops.convex_hull import PointCloud
+from gradtrace.linops.indexing import any_nonzero
 from gradtrace.semirings import COUNT, ENTROPY, MAX, SUM, Count, Max, Semiring, TopK, Value
 
 Shape = tuple[int, ...]
@@ -1258,3 +1259,33 @@ def test_slots_that_fill_the_output_are_laid_side_by_side() -> None:
     stacked = [Slot(0, n, (1, 3), (3,), (2, 3)) for n in (1, 0)]
     found = tiled(stacked, [torch.zeros(3), torch.ones(3)], tiling(stacked) or [])
     assert torch.equal(found, torch.tensor([[1.0] * 3, [0.0] * 3]))
+
+
+# In a CPU's cache --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [(), (3, 1), (5, 3, 1), (5, 3, 4)])
+def test_a_normaliser_of_parts_is_that_of_the_whole(
+    weights: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = maker()
+    for dims in ((1,), (1, 2), (0, 2)):
+        pairs = [(make(*weights), make(*weights)) for _ in range(2)]
+        m, x = Normaliser(make(*weights), pairs, dims, (5, 3, 4)), make(5, 3, 4)
+        for part in (x, x.float(), x.mT.contiguous().mT, x.half()):
+            wanted = m.apply(part)
+            with monkeypatch.context() as patch:
+                patch.setattr("gradtrace.linops.tuning.CACHED_ELEMENTS", 24)  # two of five rows
+                found = m.apply(part)
+            assert torch.equal(found, wanted) and found.dtype is wanted.dtype
+            assert found.stride() == wanted.stride()
+
+
+def test_nonzero_lines_are_found_wherever_they_begin() -> None:
+    x = torch.zeros(3, 20, 4)
+    x[0, 1], x[1, 19, 2], x[2, 0] = 1, torch.nan, -1
+    for part in (x, x[:1], x.int(), x.mT, x[:, :2], x[:, :0]):
+        for dims in ((), (0,), (1,), (0, 1), (0, 1, 2)):
+            for keep in (False, True):
+                wanted = (part != 0).any(dims, keep) if dims else part != 0
+                assert torch.equal(any_nonzero(part, dims, keep), wanted)

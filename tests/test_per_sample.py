@@ -17,6 +17,7 @@ import gradtrace as gt
 from gradtrace.errors import NotScalar, UnknownName
 from gradtrace.ir.optimise import optimise
 from gradtrace.ir.passes.schedule import Request
+from gradtrace.ir.plan import Plan, Storage
 from gradtrace.ir.program import Program
 from gradtrace.linops import (
     Contract,
@@ -33,11 +34,12 @@ from gradtrace.linops import (
     Slot,
     copied,
 )
+from gradtrace.linops.axes import MIXED, Axis, recognised
 from gradtrace.semirings import MAX
 from gradtrace.tracing.executor import Executor
 from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.per_sample import Pairs
+from gradtrace.tracing.per_sample import Pairs, places
 from gradtrace.tracing.traced_value import TracedValue
 
 BATCH = 4
@@ -352,8 +354,8 @@ def test_maps_are_narrowed_for_each(name: str) -> None:
     for dim, size in enumerate(m.in_shape):
         if not m.sums_over(dim):
             continue
-        for rows, places in ((3, size - size // 2), (1, 0), (1, 1), (2, size)):
-            index = torch.stack([torch.randperm(size)[:places] for _ in range(rows)])
+        for rows, many in ((3, size - size // 2), (1, 0), (1, 1), (2, size)):
+            index = torch.stack([torch.randperm(size)[:many] for _ in range(rows)])
             parts = [number.index_select(dim, row) for row in index]
             wanted = [
                 Dense(matrix_of(m)[:, part.reshape(-1)], tuple(part.shape), m.out_shape)
@@ -466,3 +468,122 @@ def test_only_the_rows_of_a_pair_are_contracted() -> None:
     pairs = Pairs.follow(program, BATCH)
     along = pairs.summed(program, pairs.mixed(program))
     assert sum(dim is None for dim in along.values()) < len(along) / 4
+
+
+# Along an axis -----------------------------------------------------------------------------------
+
+
+def axes_of(shape: tuple[int, ...]) -> list[Axis]:
+    """All numberings of at least two numbers along a dimension of this shape."""
+    return [
+        Axis(dim, block, count)
+        for dim, size in enumerate(shape)
+        for block in range(1, size // 2 + 1)
+        for count in range(2, size // block + 1)
+        if not size % (block * count)
+    ]
+
+
+def numbered(m: Map, axis: Axis) -> tuple[Tensor, bool]:
+    """The largest number of each output element's sources, and whether any has several."""
+    up = axis.numbers(m.in_shape, CPU)
+    high, low = m.max_source(up), m.max_source(axis.total + 1 - up)
+    return high, not bool(((high == 0) | (high + low == axis.total + 1)).all())
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_an_axis_is_followed_as_the_numbers_of_its_elements(name: str) -> None:
+    m = TABLE[name](maker())
+    for axis in axes_of(m.in_shape) if m.inputs and m.outputs else ():
+        found, (wanted, mixed) = m.follow_axis(axis, CPU), numbered(m, axis)
+        if found is not None:
+            assert (found is MIXED) == mixed, axis
+        if found is not None and not mixed:
+            assert torch.equal(found.numbers(m.out_shape, CPU), wanted), axis
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transpose": lambda x: x.transpose(0, 2),
+    "permute": lambda x: x.permute(1, 2, 0),
+    "expand": lambda x: x.unsqueeze(1).expand(6, 5, 4, 2),
+    "narrow": lambda x: x[:, 1:3],
+    "narrow the axis": lambda x: x[2:],
+    "select": lambda x: x[:, 1],
+    "select of the axis": lambda x: x[1],
+    "step": lambda x: x[::2],
+    "diagonal": lambda x: x.diagonal(dim1=0, dim2=1),
+    "windows": lambda x: x.unfold(0, 2, 1),
+    "reshape": lambda x: x.reshape(3, 2, 8),
+    "merge": lambda x: x.reshape(24, 2),
+    "copy": lambda x: x.flip(0),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_axes_of_views(name: str) -> None:
+    move = VIEWS[name]
+    m = Index(move, (6, 4, 2), tuple(move(torch.zeros(6, 4, 2)).shape))
+    for axis in axes_of(m.in_shape):
+        found, (wanted, mixed) = m.follow_axis(axis, CPU), numbered(m, axis)
+        assert not mixed and found is not MIXED
+        assert found is None or torch.equal(found.numbers(m.out_shape, CPU), wanted)
+        known = recognised(wanted, axis.total)
+        assert known is None or torch.equal(known.numbers(m.out_shape, CPU), wanted)
+        if name in ("transpose", "permute", "expand"):
+            assert found is not None
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_places_along_an_axis(block: int) -> None:
+    axis = Axis(1, block, 3)
+    of = axis.numbers((2, 6 * block, 2), CPU)
+    found = axis.places(range(1, 3), of.shape[1], CPU)
+    assert torch.equal(found, places(of, range(1, 3), 1))
+
+
+def batch_norm() -> tuple[nn.Module, Tensor, Tensor]:
+    return BatchNorm(), torch.randn(BATCH, 5).double(), torch.randint(0, 3, (BATCH,))
+
+
+MIXING = {**MODELS, "batch norm": batch_norm}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_pairs_along_axes_are_the_pairs_of_all_elements(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(12)
+    model, x, y = MIXING[name]()
+    watch, loss = watched(model.double(), x, y)
+    program = program_of(watch, loss)
+    fast = Pairs.follow(program, BATCH)
+    if name not in ("images", "ragged"):  # with elements that are of no pair
+        assert len(fast.axes) > len(fast.of) / 2
+    for known in {type(m) for m in program.maps}:
+        monkeypatch.setattr(known, "follow_axis", lambda *args: None)
+    monkeypatch.setattr("gradtrace.tracing.per_sample.recognised", lambda *args: None)
+    slow = Pairs.follow(program, BATCH)
+    assert fast.apart == slow.apart and fast.of.keys() == slow.of.keys()
+    assert all(torch.equal(fast.of[value], slow.of[value]) for value in slow.of)
+    mixed = slow.mixed(program)
+    assert slow.axes.keys() <= {program.root}
+    assert fast.summed(program, mixed) == slow.summed(program, mixed)
+
+
+def test_the_next_vector_of_a_structure_needs_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(13)
+    model, x, y = batch_norm()
+    planned: list[Request] = []
+
+    def planning(program: Program, request: Request, storage: Storage) -> Plan:
+        planned.append(request)
+        return optimise(program, request, storage)
+
+    monkeypatch.setattr("gradtrace.tracing.kept_plans.optimise", planning)
+    gt.plans().clear()
+    found = []
+    for rule in ("greedy", "viterbi", "greedy", "viterbi"):
+        watch, loss = watched(model.double(), x, y)
+        watch.trace(loss, rule=rule).influence()
+        found.append(len(planned))
+    assert found == [2, 6, 6, 6]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.kernels import backend_of, tuning
+from gradtrace.kernels.reference import Reference
 from gradtrace.linops import Scatter
 from gradtrace.recording import gradients
 from gradtrace.trace import Trace
@@ -155,6 +156,21 @@ def test_many_are_measured_as_one_by_one() -> None:
     assert counts.tolist() == [int(count) for count, _ in each]
     assert sums.tolist() == [float(total) for _, total in each]
     assert [len(found) for found in backend.measure_many([])] == [0, 0]
+
+
+def test_rows_are_measured_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.randn(5, 20, 30)
+    given[1, 2], given[2], given[3, 0, :2] = 0, 0, torch.tensor([float("nan"), float("inf")])
+    for x in (given, given.double(), given.half(), given.mT, given.transpose(0, 2), given[:, 0]):
+        for limit in (tuning.PIECE_ELEMENTS, 64):
+            monkeypatch.setattr(tuning, "PIECE_ELEMENTS", limit)
+            for backend in (backend_of(CPU), Reference(CPU)):
+                counts, sums = backend.measure_rows(x)
+                each = [Reference(CPU).measure(row) for row in x]
+                assert counts.tolist() == [int(count) for count, _ in each]
+                torch.testing.assert_close(
+                    sums, torch.stack([n for _, n in each]), rtol=0, atol=0, equal_nan=True
+                )
 
 
 @pytest.mark.parametrize("branches", [1, 2])

@@ -225,6 +225,11 @@ class Backend(Protocol):
     def measure_many(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """``measure`` of many tensors: counts and sums, on the CPU."""
 
+    def measure_rows(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """``measure`` of each slice along the first dimension: counts and sums, on the device of
+        the gradient, without a sync.
+        """
+
     def sizes(self, x: Tensor) -> Tensor | None:
         """``‖x‖``, ``max |x[i]|``, the number of nonzero elements and ``Σ |x[i]|``, (4,) in
         float64. None if there is no kernel for it; ``flow.sizing`` has it in plain torch.

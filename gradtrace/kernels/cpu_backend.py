@@ -279,6 +279,9 @@ class Cpu(Reference):
         each, totals = zip(*found)
         return torch.stack(each), torch.stack(totals)
 
+    def measure_rows(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return cpu_sizes.rows(self.library, gradient) or super().measure_rows(gradient)
+
     def sizes(self, x: Tensor) -> Tensor | None:
         return cpu_sizes.sizes(self.library, x)
 
@@ -359,12 +362,6 @@ class CpuBatchedTally:
 
     def counted(self) -> tuple[Tensor, Tensor]:
         """Measure all added leaves, and release them: counts and sums."""
-        many, items = len(self._held), np.array(self._items, np.int64)
-        counts = torch.empty(many, dtype=torch.int64, device=self.device)
-        sums = torch.empty(many, dtype=torch.float64, device=self.device)
-        elements = int(items[1::3].sum())
-        threads = threads_for(elements)
-        found = counts.data_ptr(), sums.data_ptr()  # just made
-        checked(self.library.gradtrace_magnitudes(many, items.ctypes.data, *found, threads))
+        found = cpu_sizes.magnitudes(self.library, np.array(self._items, np.int64).reshape(-1, 3))
         self._held, self._items = [], []
-        return counts, sums
+        return found

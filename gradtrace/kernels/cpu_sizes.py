@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradtrace.kernels import pointers, tuning
 from gradtrace.kernels.cpu_library import checked, threads_for
+from gradtrace.kernels.operands import Whole
+from gradtrace.kernels.plain_contraction import widened
 from gradtrace.kernels.strides import is_dense
 
 
@@ -40,3 +43,32 @@ def zeros(library: ctypes.CDLL, x: Tensor) -> Tensor | None:
         if count.value <= room:
             return found[: count.value]
         room = count.value
+
+
+def rows(library: ctypes.CDLL, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """``Backend.measure_rows``, of rows that are worth a call each; None of others."""
+    x, count = widened(x), len(x)
+    size = x.numel() // max(1, count)
+    if not (tuning.MEASURED_MIN_ELEMENTS <= size <= tuning.PIECE_ELEMENTS and x.is_cpu):
+        return None
+    if x.dtype not in (torch.float32, torch.float64):
+        return None
+    if not (x.stride(0) == size and is_dense(x[0])):  # each row in one place
+        x = x.contiguous()
+    items = np.empty((count, 3), np.int64)
+    first = pointers.address(x, x.dtype, count * size)
+    items[:, 0] = first + np.arange(count) * (size * x.itemsize)
+    items[:, 1:] = size, x.dtype is torch.float64
+    return magnitudes(library, items)
+
+
+def magnitudes(library: ctypes.CDLL, items: Whole) -> tuple[Tensor, Tensor]:
+    """The number of nonzero elements and ``Σ |x[i]|`` of tensors, given the address, the size and
+    whether it is float64 of each.
+    """
+    counts = torch.empty(len(items), dtype=torch.int64, device="cpu")
+    sums = torch.empty(len(items), dtype=torch.float64, device="cpu")
+    found = counts.data_ptr(), sums.data_ptr()  # just made
+    threads = threads_for(int(items[:, 1].sum()))
+    checked(library.gradtrace_magnitudes(len(items), items.ctypes.data, *found, threads))
+    return counts, sums

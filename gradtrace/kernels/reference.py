@@ -154,6 +154,16 @@ class Reference:
         sums = torch.tensor([float(sum_) for _, sum_ in found], dtype=torch.float64, device="cpu")
         return counts, sums
 
+    def measure_rows(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        rows = len(gradient)
+        if gradient.numel() > tuning.PIECE_ELEMENTS:
+            counts, sums = zip(*map(self.measure, gradient))
+            return torch.stack(counts), torch.stack(sums)
+        number = torch.arange(1, rows + 1, dtype=torch.int32, device=gradient.device)
+        number = number.reshape(-1, *[1] * (gradient.dim() - 1))
+        found = self.tally(torch.where(gradient != 0, number, 0), gradient, rows + 1)
+        return found[0][1:], found[1][1:]
+
     def sizes(self, x: Tensor) -> Tensor | None:
         return None
 

@@ -21,6 +21,9 @@ SINGLE_THREAD_MAX_ELEMENTS = 1 << 15
 CPU_BATCH_MAX_ELEMENTS = 1 << 14
 """Leaves of at most this many elements are measured together, many in one call."""
 
+MEASURED_MIN_ELEMENTS = 256
+"""Rows of at least so many elements are measured each by itself; shorter ones by their numbers."""
+
 ZEROS_ROOM = 1 << 12
 """So many elements that are 0 are listed in one pass; if there are more, in two."""
 

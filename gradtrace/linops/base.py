@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradtrace.kernels import argmax
 from gradtrace.linops import tuning
+from gradtrace.linops.axes import Axis
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each, wide
 from gradtrace.types import Shape
@@ -86,6 +87,14 @@ class Map(ABC):
         structure; 0 where it has no source.
         """
 
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        """How the output is numbered if the input is numbered along ``axis`` and each element takes
+        the number of its sources, by structure: ``MIXED`` if sources have several numbers; None if
+        that is not along an axis, or not known without the numbers (``max_source`` follows them).
+        Tensors are not empty.
+        """
+        return None
+
     def apply_at(self, x: Tensor, at: Tensor) -> Tensor:
         """The elements ``at`` of ``apply(x)``: ``Σⱼ J[i, j]·x[j]``, one row for each."""
         flat, found = x.reshape(-1), [x.new_empty(0)]
@@ -146,7 +155,7 @@ class Map(ABC):
 
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         """A mask of the output elements that may have a nonzero contribution: a cheap upper bound,
-        or None if there is none cheaper than computing each.
+        or None if there is none cheaper than computing each. For ``unit_weights`` it is exact.
         """
         return None
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.operands import MatrixLayout, Steps, TensorLines
 from gradtrace.kernels.strides import flat
+from gradtrace.linops.axes import MIXED, Axis
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
-from gradtrace.linops.indexing import each_at, located, offsets, resized
+from gradtrace.linops.indexing import any_nonzero, each_at, located, offsets, resized
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import cast, wide
@@ -165,8 +166,7 @@ class Contract(Map):
 
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         how = self.plan()
-        rows = (how.left(x) != 0).any(2)
-        columns = (how.right(self.weight) != 0).any(1)
+        rows, columns = any_nonzero(how.left(x), [2]), any_nonzero(how.right(self.weight), [1])
         return how.back(rows.unsqueeze(2) & columns.unsqueeze(1))
 
     def copies(self, count: int) -> Map | None:
@@ -195,6 +195,11 @@ class Contract(Map):
         left = how.left(x)  # (b, m, k)
         most = left.amax(2) if left.shape[2] and left.numel() else left.new_zeros(left.shape[:2])
         return how.back(most.unsqueeze(2).expand(*most.shape, how.size(how.columns)))
+
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        how = self.plan()
+        dim = how.out.find(how.x[axis.dim])
+        return MIXED if dim < 0 else axis._replace(dim=dim)
 
     def routes(self, count: Count, device: torch.device) -> Count:
         if not isinstance(count, Tensor):

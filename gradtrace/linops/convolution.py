@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradtrace.kernels import Contraction, backend_of
 from gradtrace.kernels.precision import exact
+from gradtrace.linops.axes import MIXED, Axis
 from gradtrace.linops.base import Count, Map, Rows, Selection, per_element
 from gradtrace.linops.conv_windows import (
     Dimension,
@@ -237,6 +238,11 @@ class Convolve(Map):
             return x.amax().expand(self.out_shape)
         most = x.flatten(1).amax(1)
         return most.reshape(-1, *[1] * (len(self.out_shape) - 1)).expand(self.out_shape)
+
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        if self.to_kernel:
+            return MIXED
+        return None if axis.dim else axis
 
     def routes(self, count: Count, device: torch.device) -> Count:
         ones = torch.ones(self.other.shape, dtype=torch.float64, device=device)

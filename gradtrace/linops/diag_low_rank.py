@@ -11,9 +11,18 @@ from torch import Tensor
 
 from gradtrace.kernels import argmax, backend_of
 from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
+from gradtrace.linops import tuning
+from gradtrace.linops.axes import MIXED, Axis
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.convex_hull import PointCloud
-from gradtrace.linops.indexing import line_offsets, located, merged_dims, picked, strides_of
+from gradtrace.linops.indexing import (
+    any_nonzero,
+    line_offsets,
+    located,
+    merged_dims,
+    picked,
+    strides_of,
+)
 from gradtrace.linops.low_rank_sums import expanded_sums, is_expanded, pairwise_sums, sums_of_others
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import MAX, Abs, Semiring, Value
@@ -46,10 +55,30 @@ class Normaliser(Map):
         self.in_shape = self.out_shape = shape
 
     def apply(self, x: Tensor) -> Tensor:
-        out = self.diagonal * x
+        if x.numel() < 2 * tuning.CACHED_ELEMENTS or 0 in self.dims:
+            return self._applied(x, slice(None))
+        some = tuning.CACHED_ELEMENTS * len(x) // x.numel()  # rows that stay in a CPU's cache
+        if not (some and backend_of(x).host and x.is_contiguous()):
+            return self._applied(x, slice(None))
+        parts = [slice(n, n + some) for n in range(0, len(x), some)]
+        first = self._applied(x, parts[0])
+        out = torch.empty_like(x, dtype=first.dtype)
+        out[parts[0]] = first
+        for part in parts[1:]:
+            out[part] = self._applied(x, part)
+        return out
+
+    def _applied(self, x: Tensor, part: slice) -> Tensor:
+        """``apply`` for a part along the first dimension."""
+        x = x[part] if x.dim() else x
+
+        def here(t: Tensor) -> Tensor:
+            return t[part] if t.dim() == x.dim() and t.dim() and len(t) > 1 else t
+
+        out = here(self.diagonal) * x
         for u, v in zip(self.left, self.right):
-            total = (v * x).sum(self.dims, keepdim=True) if self.dims else v * x
-            out = out + u * total
+            total = (here(v) * x).sum(self.dims, keepdim=True) if self.dims else here(v) * x
+            out = out + here(u) * total
         return out
 
     # Along lines ---------------------------------------------------------------------------------
@@ -118,8 +147,7 @@ class Normaliser(Map):
         return each(pairwise_sums(diagonal, left, right, lines, semiring), self._back)
 
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
-        there = x != 0
-        return there.any(self.dims, keepdim=True).expand(self.in_shape) if self.dims else there
+        return any_nonzero(x, self.dims, keepdim=True).expand(self.in_shape)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
         if at is not None and self.inputs and 2 * at.numel() < self.inputs and self.width > 1:
@@ -236,6 +264,9 @@ class Normaliser(Map):
 
     def max_source(self, x: Tensor) -> Tensor:
         return x.amax(self.dims, keepdim=True).expand(x.shape) if x.numel() and self.dims else x
+
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        return MIXED if axis.dim in self.dims else axis
 
     def copies(self, count: int) -> Map | None:
         dims = [d + 1 for d in self.dims]

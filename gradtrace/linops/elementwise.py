@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradtrace.linops.axes import Axis
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.indexing import nearby, picked
 from gradtrace.pytorch.plain_tensors import plain
@@ -70,6 +71,9 @@ class Scale(Map):
 
     def max_source(self, x: Tensor) -> Tensor:
         return x
+
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        return axis
 
     def copies(self, count: int) -> Map | None:
         return Scale(self.weight, (count, *self.in_shape))

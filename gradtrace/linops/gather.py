@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from gradtrace.linops.axes import Axis, reshaped, viewed
 from gradtrace.linops.base import Best, Map, Rows, Selection, chosen, taken_at
 from gradtrace.linops.indexing import located, picked
 from gradtrace.semirings import Semiring, Value
@@ -70,6 +71,9 @@ class Identity(Gather):
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return each(x, self.apply)
 
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        return reshaped(axis, self.in_shape, self.out_shape)
+
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
         return (x != 0).reshape(self.out_shape)
 
@@ -106,12 +110,29 @@ class Index(Gather):
         numbers = torch.arange(1, self.inputs + 1, device=device).reshape(self.in_shape)
         return self.move(numbers).reshape(self.out_shape) - 1
 
+    def _view(self, device: torch.device) -> Tensor | None:
+        """A view of a contiguous tensor, whose strides say where elements are moved from; None if
+        they are copied.
+        """
+        if self.fills or not self.inputs:
+            return None
+        numbers = torch.empty(self.in_shape, dtype=torch.uint8, device=device)
+        moved = self.move(numbers)
+        there = moved.data_ptr() and moved.untyped_storage().data_ptr() == numbers.data_ptr()
+        return moved if there else None
+
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        moved = self._view(device)
+        if moved is None:
+            return None
+        where = moved.shape, moved.stride(), int(moved.storage_offset())
+        found = viewed(axis, self.in_shape, *where)
+        return None if found is None else reshaped(found, tuple(moved.shape), self.out_shape)
+
     def sources(self, at: Tensor) -> Tensor:
-        if not self.fills and self.inputs:
-            numbers = torch.empty(self.in_shape, dtype=torch.uint8, device=at.device)
-            moved = self.move(numbers)  # a view: its strides say where elements are
-            if moved.data_ptr() and moved.untyped_storage().data_ptr() == numbers.data_ptr():
-                return located(at, moved.shape, moved.stride()) + int(moved.storage_offset())
+        moved = self._view(at.device)
+        if moved is not None:
+            return located(at, moved.shape, moved.stride()) + int(moved.storage_offset())
         dtype = torch.int32 if self.inputs < 1 << 31 else torch.int64
         numbers = torch.arange(1, self.inputs + 1, dtype=dtype, device=at.device)
         return self.move(numbers.reshape(self.in_shape)).reshape(-1)[at].long() - 1

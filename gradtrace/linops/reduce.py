@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import backend_of
+from gradtrace.linops.axes import MIXED, Axis, reshaped
 from gradtrace.linops.base import Map, Rows, Selection
-from gradtrace.linops.indexing import line_offsets, located, resized, strides_of
+from gradtrace.linops.indexing import any_nonzero, line_offsets, located, resized, strides_of
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each
 from gradtrace.types import Shape
@@ -62,9 +63,13 @@ class Reduce(Map):
             return x.new_zeros(self.out_shape)
         return (x.amax(self.dims) if self.dims else x).reshape(self.out_shape)
 
+    def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
+        if axis.dim in self.dims:
+            return MIXED
+        return reshaped(axis, self._kept_shape(), self.out_shape)
+
     def may_be_nonzero(self, x: Tensor) -> Tensor | None:
-        there = x != 0
-        return (there.any(self.dims) if self.dims else there).reshape(self.out_shape)
+        return any_nonzero(x, self.dims).reshape(self.out_shape)
 
     def copies(self, count: int) -> Map | None:
         dims = [d + 1 for d in self.dims]

@@ -24,3 +24,8 @@ SPARSE_RATIO = 8
 """A scatter counts as sparse if it has this many times fewer inputs than outputs; then only outputs
 that are the target of an input are computed.
 """
+
+CACHED_ELEMENTS = 1 << 16
+"""Several operations in a row on a tensor of more elements are done for so many at a time, which
+stay in a CPU's cache.
+"""

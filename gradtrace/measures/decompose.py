@@ -138,9 +138,9 @@ def _pair_products(
     for some, maps in batched_maps(program, pairs, along, batches):
         sweep = ThroughSweep(routes, wanted, {}, mixed, maps=maps)
         for value in along:
-            at, of = maps.places.get(value), pairs.of[value]
             rows, components = _rows(whole, value)
-            sweep.values[value], *parts = only_pairs(rows, of, some, at)
+            at = maps.places.get(value)
+            sweep.values[value], *parts = only_pairs(rows, pairs, value, some, at)
             sweep.parts[value] = dict(zip(components, parts))
         for value in sweep.run():
             rows, components = _rows(sweep, value)

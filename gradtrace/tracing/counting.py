@@ -122,9 +122,9 @@ def _traced_leaves(
     traced: TracedProgram, facts: ComponentFacts, storage: Storage
 ) -> Iterator[tuple[TracedLeaf, Tensor | None]]:
     """Trace the program: its leaves, each with its gradient; None of those that are sparse."""
-    program, rule, component_bits = traced.program, traced.rule, facts.chosen.component_bits
+    program, rule = traced.program, traced.rule
     if traced.granularity == "operator":
-        yield from _traced_tensors(traced, component_bits)
+        yield from _traced_tensors(traced, facts.chosen.component_bits)
         return
     if traced.pairs == 1:
         for found in execute(facts.plan(program, rule, storage), program.constants):
@@ -141,12 +141,12 @@ def _traced_leaves(
                 yield found, gradient
         return
     pairs = Pairs.follow(program, traced.pairs)
-    leaves = execute_pairs(program, rule, pairs, component_bits, storage)
+    leaves = execute_pairs(program, rule, pairs, facts, storage)
     if rule != "viterbi":
         for found in leaves:
             yield found, found.gradient
         return
-    gradients = execute_pairs(program, "gradient", pairs, storage=storage)
+    gradients = execute_pairs(program, "gradient", pairs, facts, storage)
     for found, other in zip(leaves, gradients):
         yield found, other.gradient
 

@@ -29,7 +29,7 @@ from gradtrace.components.series import alternatives
 from gradtrace.io.table import Tabular, TextColumn, TextTable
 from gradtrace.ir.optimise import optimise
 from gradtrace.ir.passes.entries import Entries, bits_by_component
-from gradtrace.ir.passes.provenance import ProvenanceBounds, analyse_provenance
+from gradtrace.ir.passes.provenance import NO_COMPONENTS, ProvenanceBounds, analyse_provenance
 from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.passes.uniform_leaves import uniform_leaves
 from gradtrace.ir.plan import Plan, Storage
@@ -54,6 +54,17 @@ MAX_SELECTIONS = 32
 """The most choices of components for which a structure's plans are kept; then all are forgotten."""
 
 
+MAX_PAIR_PLANS = 32
+"""The most plans for parts of a program that are kept; then all are forgotten."""
+
+
+class ProgramPart(NamedTuple):
+    """The values of a program that a pass computes, and those that it does not free."""
+
+    values: frozenset[int]
+    keep: frozenset[int] = frozenset()
+
+
 PathTables = dict[Hashable, PathTable | None]
 """Tables by which kernels follow paths; None where they cannot."""
 
@@ -76,6 +87,7 @@ class ComponentFacts:
         self.chosen = chosen
         self.names = names  # of leaves, by value
         self.plans: dict[tuple[str, Storage, int], Plan] = {}
+        self.pair_plans: dict[tuple[str, Storage, ProgramPart], Plan] = {}
         self.tables: PathTables = {}
         self._bounds: ProvenanceBounds | None = None
         self._reachable: ReachableComponents | None = None
@@ -93,6 +105,23 @@ class ComponentFacts:
             bits, bounds = self.chosen.component_bits, self.bounds(program)
             request = Request(rule, bits, gradients=rule != "viterbi", bounds=bounds)
             found = self.plans[key] = optimise(program, request, storage)
+        return found
+
+    def pair_plan(self, program: Program, rule: str, storage: Storage, part: ProgramPart) -> Plan:
+        """The plan of a pass over a part of the program, for a vector of losses. Which values are
+        in it may follow from data, so that there may be many.
+        """
+        key = (rule, storage, part)
+        found = self.pair_plans.get(key)
+        if found is None:
+            if len(self.pair_plans) >= MAX_PAIR_PLANS:
+                self.pair_plans.clear()
+            if rule == "gradient":
+                request = Request(rule, NO_COMPONENTS, *part)
+            else:
+                bits, bounds = self.chosen.component_bits, self.bounds(program)
+                request = Request(rule, bits, *part, bounds=bounds)
+            found = self.pair_plans[key] = optimise(program, request, storage)
         return found
 
     def uniform(self, program: Program, plan: Plan) -> UniformTally | None:
@@ -213,7 +242,7 @@ class KeptPlans:
     @property
     def plans(self) -> int:
         """The number of plans, by components and rule."""
-        return sum(len(facts.plans) for facts in self._facts.values())
+        return sum(len(facts.plans) + len(facts.pair_plans) for facts in self._facts.values())
 
 
 class PlanRow(NamedTuple):

@@ -12,16 +12,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradtrace.ir.optimise import optimise
-from gradtrace.ir.passes.provenance import NO_COMPONENTS, ComponentBits
-from gradtrace.ir.passes.schedule import Request
-from gradtrace.ir.plan import NO_LIMIT, Storage
+from gradtrace.ir.plan import Storage
 from gradtrace.ir.program import Program
 from gradtrace.linops import Map, copied
 from gradtrace.linops.indexing import each_at
 from gradtrace.tracing.compact_storage import take
 from gradtrace.tracing.executor import Executor, TracedLeaf
-from gradtrace.tracing.per_sample import Pairs, places
+from gradtrace.tracing.kept_plans import ComponentFacts, ProgramPart
+from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.traced_value import TracedValue
 
 BATCH_MAX_ELEMENTS = 1 << 20
@@ -29,29 +27,25 @@ BATCH_MAX_ELEMENTS = 1 << 20
 
 
 def execute_pairs(
-    program: Program,
-    rule: str,
-    pairs: Pairs,
-    components: ComponentBits = NO_COMPONENTS,
-    storage: Storage = NO_LIMIT,
+    program: Program, rule: str, pairs: Pairs, facts: ComponentFacts, storage: Storage
 ) -> Iterator[TracedLeaf]:
     """The leaves of each loss of a vector."""
     constants, leaves = program.constants, {leaf.value: leaf for leaf in program.leaves}
-    request = Request(rule, components, frozenset(pairs.apart), frozenset(pairs.of))
-    executor = Executor(optimise(program, request, storage), constants)
+    apart = ProgramPart(frozenset(pairs.apart), frozenset(pairs.of))
+    executor = Executor(facts.pair_plan(program, rule, storage, apart), constants)
     states = executor.values()
     states[program.root] = executor.root(program.seed)
     for value in executor.run(states):
         yield TracedLeaf(leaves[value], states[value], pairs.of[value])
     mixed = pairs.mixed(program)
-    plan = optimise(program, Request(rule, components, mixed), storage)
+    plan = facts.pair_plan(program, rule, storage, ProgramPart(mixed))
     along = pairs.summed(program, mixed)
     batches = batches_of(program, mixed, len(program.seed), storage.compact)
     for some, maps in batched_maps(program, pairs, along, batches):
         executor = Executor(plan, constants, maps)
         here = executor.values()
         for value in along:
-            here[value] = _only(states[value], pairs.of[value], some, maps.places.get(value))
+            here[value] = _only(states[value], pairs, value, some, maps.places.get(value))
         for value in executor.run(here):
             yield TracedLeaf(leaves[value], take(here, value), some)
 
@@ -67,7 +61,7 @@ def batched_maps(
         if maps is None or maps.count != len(some):
             maps = BatchedMaps(program, len(some))
         maps.places = {
-            value: (dim, places(pairs.of[value], some, dim))
+            value: (dim, pairs.places(value, some, dim))
             for value, dim in along.items()
             if dim is not None  # only the pair's own indices: the others would add 0
         }
@@ -108,28 +102,42 @@ def batches_of(
 
 
 def _only(
-    state: TracedValue, of: Tensor, pairs: range, at: tuple[int, Tensor] | None
+    state: TracedValue, pairs: Pairs, value: int, some: range, at: tuple[int, Tensor] | None
 ) -> TracedValue:
-    """A value batched over pairs, with 0 at elements of other pairs.
-
-    ``of`` gives each element's pair. ``at`` is a dimension and, for each pair, the indices along
-    it to select; None selects all.
-    """
+    """The state of a value batched over pairs, with 0 at elements of other pairs."""
 
     def only(x: Tensor | None) -> Tensor | None:
-        return None if x is None else only_pairs([x], of, pairs, at)[0]
+        return None if x is None else only_pairs([x], pairs, value, some, at)[0]
 
     assert state.value is not None
     return state._replace(value=only(state.value), ids=only(state.ids), size=only(state.size))
 
 
 def only_pairs(
-    tensors: Sequence[Tensor], of: Tensor, pairs: range, at: tuple[int, Tensor] | None
+    tensors: Sequence[Tensor], pairs: Pairs, value: int, some: range, at: tuple[int, Tensor] | None
 ) -> list[Tensor]:
-    """``_only`` for tensors of one value."""
-    mine = torch.arange(pairs.start + 1, pairs.stop + 1, device=of.device)
+    """Tensors of a value batched over ``some`` pairs, with 0 at elements of other pairs. ``at`` is
+    a dimension and, for each pair, the indices along it to select; None selects all.
+    """
+    of, axis = pairs.of[value], pairs.axes.get(value)
+    if axis is not None and at is not None and axis.dim == at[0]:
+        return [each_at(x, *at) for x in tensors]  # all of these elements are the pair's
+    if axis is not None and at is None and all(x.is_contiguous() for x in tensors):
+        index = axis.places(some, of.shape[axis.dim], of.device)
+        return [_spread(x, axis.dim, index) for x in tensors]
+    mine = torch.arange(some.start + 1, some.stop + 1, device=of.device)
     there = _each(of, at) == mine.reshape(-1, *[1] * of.dim())
     return [torch.where(there, _each(x, at), _zero(x)) for x in tensors]
+
+
+def _spread(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """For each row of an index a copy of a tensor, along a new first dimension, with 0 but at these
+    indices along ``dim``.
+    """
+    out = x.new_zeros((len(index), *x.shape))
+    pair = torch.arange(len(index), device=x.device).unsqueeze(1)
+    out.movedim(dim + 1, 1)[pair, index] = x.movedim(dim, 0)[index]
+    return out
 
 
 def _zero(x: Tensor) -> Tensor:

@@ -114,6 +114,9 @@ class Tally:
             total = total * self.pairs if shared else total
         leaf = self._leaf(value, size, total)
         state, pair = found.state, found.pair
+        if isinstance(pair, range):
+            self._add_batch(leaf, materialise(state), gradient, pair)
+            return
         if isinstance(pair, int):
             if state.sparse is not None:
                 leaf.found = _count_sparse(state, gradient, pair)
@@ -125,6 +128,18 @@ class Tally:
                 self._add_uniform(leaf, state, gradient, pair)
                 return
         self._add_dense(leaf, materialise(state).with_provenance(), gradient, pair)
+
+    def _add_batch(
+        self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pairs: range
+    ) -> None:
+        """Count a leaf with pairs along its first dimension."""
+        compared = state.size is None and state.value is gradient
+        backend = backend_of(gradient)
+        if not (state.uniform and compared) or backend.synchronises:  # there, leaves in one launch
+            self._add_dense(leaf, state.with_provenance(), gradient, pairs)
+            return
+        (rows, extra), counted = state.provenance, backend.measure_rows(gradient)
+        leaf.found = Counts(*counted, rows[:1], extra, pairs.start)
 
     def _add_lazy(self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int) -> None:
         """Compute lazy ids and count them: batched with other leaves, in pieces, or at once."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Contract, Map, Scatter
+from gradtrace.linops.indexing import PROBED_ELEMENTS
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import wide
@@ -69,10 +70,17 @@ class PendingContribution(NamedTuple):
 
     def reached(self, at: Tensor) -> Tensor:
         """Which of the elements ``at`` receive a nonzero product from some element of ``x``."""
-        if ROW_COST_ELEMENTS * len(at) > self.map.outputs:
-            _, found = self.map.select(self.x, torch.ones_like(self.x, dtype=torch.int32))
-            return self._moved(found).reshape(-1)[at] != 0
-        return self._largest_by_rows(at) != 0
+        if self.few_rows(at):
+            return self._largest_by_rows(at) != 0
+        exact = self.may_be_nonzero() if self.map.unit_weights else None
+        if exact is not None:
+            return exact.reshape(-1)[at]
+        _, found = self.map.select(self.x, torch.ones_like(self.x, dtype=torch.int32))
+        return self._moved(found).reshape(-1)[at] != 0
+
+    def few_rows(self, at: Tensor) -> bool:
+        """Whether the elements ``at`` are computed by their rows."""
+        return ROW_COST_ELEMENTS * len(at) <= self.map.outputs
 
     def largest(self) -> Tensor:
         """The largest single |product| to each element."""
@@ -80,9 +88,7 @@ class PendingContribution(NamedTuple):
 
     def largest_at(self, at: Tensor) -> Tensor:
         """``largest``, of the elements ``at``."""
-        if ROW_COST_ELEMENTS * len(at) > self.map.outputs:
-            return self.largest().reshape(-1)[at]
-        return self._largest_by_rows(at)
+        return self._largest_by_rows(at) if self.few_rows(at) else self.largest().reshape(-1)[at]
 
     def _largest_by_rows(self, at: Tensor) -> Tensor:
         there = torch.ones_like(at, dtype=torch.bool)
@@ -296,8 +302,10 @@ def _zeros_of_sum(parts: tuple[PendingContribution, ...], value: Tensor) -> Tens
         at = torch.empty(0, dtype=torch.int64, device=value.device)
     if at is not None and not len(at):
         return at
-    if not waits and not any(bool(part.x.any()) for part in parts):
+    if not waits and not any(_any_nonzero(part.x) for part in parts):
         return torch.empty(0, dtype=torch.int64, device=value.device)  # all contributions are 0
+    if at is not None and len(parts) == 1 and (parts[0].map.unit_weights or parts[0].few_rows(at)):
+        return at  # which of them have one, ``reached`` finds as fast
     possible = _may_be_nonzero(parts)
     if at is not None:
         return at if possible is None else at[possible.reshape(-1)[at]]
@@ -305,6 +313,12 @@ def _zeros_of_sum(parts: tuple[PendingContribution, ...], value: Tensor) -> Tens
     if possible is not None:
         zero &= possible.reshape(zero.shape)
     return zero.reshape(-1).nonzero().reshape(-1)
+
+
+def _any_nonzero(x: Tensor) -> bool:
+    """Whether any element is not 0; mostly a corner tells."""
+    corner = x[tuple([slice(PROBED_ELEMENTS)] * x.dim())]
+    return bool(corner.any()) or bool(x.any())
 
 
 def _may_be_nonzero(parts: tuple[PendingContribution, ...]) -> Tensor | None:
