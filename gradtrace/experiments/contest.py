@@ -9,7 +9,7 @@ from math import isfinite, log2, nan
 from typing import Any
 
 from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
-from gradtrace.experiments.harness.statistics import Interval, with_interval
+from gradtrace.experiments.harness.statistics import Interval, average, with_interval
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -87,14 +87,14 @@ class Trial:
         """The last loss: the mean of the last tenth of evaluations, which go up and down."""
         curve = self.curves[frozenset(removed)]
         last = [loss for _, loss in curve[-max(1, len(curve) // 10) :]]
-        return sum(last) / len(last)
+        return average(last)
 
     @cached_property
     def means(self) -> dict[str, dict[str, float]]:
         """The mean over training of every score: ``{measure: {component: score}}``."""
         kinds = [kind for kind in self.scores[0] if kind != "step"]
         return {
-            kind: {n: sum(s[kind][n] for s in self.scores) / len(self.scores) for n in self.names}
+            kind: {n: average(s[kind][n] for s in self.scores) for n in self.names}
             for kind in kinds
         }
 
@@ -337,7 +337,7 @@ def _when(found: Sequence[Trial]) -> Table:
 def _mean_log(found: Sequence[Trial], removed: Sequence[Sequence[str]]) -> float:
     """The geometric mean of samples to the target."""
     logs = [log2(trial.samples(names)) for trial, names in zip(found, removed)]
-    return float(2 ** (sum(logs) / len(logs)))
+    return float(2 ** average(logs))
 
 
 def _longest(found: Sequence[Trial]) -> int:
@@ -362,9 +362,7 @@ def _procedure(found: Sequence[Trial]) -> Table:
     for title, orders in _orders(found).items():
         cut = [[order[:n] for order in orders] for n in counts]
         final = [t.final(names) for t, names in zip(found, cut[-1])]
-        rows.append(
-            (title, *(round(_mean_log(found, c)) for c in cut), round(sum(final) / len(final), 4))
-        )
+        rows.append((title, *(round(_mean_log(found, c)) for c in cut), round(average(final), 4)))
     columns = ("order", *(f"{n} removed" for n in counts), f"final loss, {counts[-1]} removed")
     note = (
         "Geometric mean of samples to target; networks that do not get there count with the budget "

@@ -52,7 +52,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.statistics import Interval, bootstrap, with_interval
+from gradtrace.experiments.harness.statistics import Interval, average, bootstrap, with_interval
 from gradtrace.semirings import COUNT, ENTROPY, Value
 
 QUICK = {"widths": [4, 16, 64], "points": 3000, "epochs": [0, 1], "samples": 64}
@@ -333,7 +333,7 @@ def said(found: Interval) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return average(values)
 
 
 def sentence(found: Found) -> str:

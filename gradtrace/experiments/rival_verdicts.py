@@ -17,7 +17,14 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
-from gradtrace.experiments.harness.statistics import Floats, Interval, percentiles, with_interval
+from gradtrace.experiments.harness.statistics import (
+    Floats,
+    Interval,
+    average,
+    percentiles,
+    steady,
+    with_interval,
+)
 from gradtrace.experiments.planted_scores import BASELINES
 
 MEASURES = (
@@ -104,7 +111,7 @@ class Trial:
         ]
         later = looks[1:] or looks
         mean = {
-            name: {part: sum(look[name][part] for look in later) / len(later) for part in each}
+            name: {part: average(look[name][part] for look in later) for part in each}
             for name, each in looks[0].items()
         }
         made = {"training": mean, "target": looks[-1], "untrained": looks[0]}
@@ -119,7 +126,7 @@ class Trial:
 
 
 def _shares(scores: Mapping[str, float]) -> dict[str, float]:
-    total = sum(map(abs, scores.values())) or 1.0
+    total = len(scores) * average(map(abs, scores.values())) or 1.0
     return {part: score / total for part, score in scores.items()}
 
 
@@ -463,7 +470,7 @@ def _by_task(found: Contests) -> Table:
         part = [t.row.result["reached"] for t in found.trials if t.place[0] == task]
         steps = sorted(step for step in part if step is not None)
         middle = steps[len(steps) // 2] if steps else None
-        values = (round(float(m[0]), 2) if isfinite(m[0]) else None for m in means)
+        values = (round(steady(m[0]), 2) if isfinite(m[0]) else None for m in means)
         rows.append((task, *values, f"{len(steps)} of {len(part)}", middle))
     columns = ("task", *kinds, "reached the target", "median step")
     return Table("By task: loss at once", columns, tuple(rows))
@@ -505,7 +512,7 @@ def _titles(trials: Sequence[Trial]) -> dict[str, list[tuple[Trial, str]]]:
 
 def _mean(values: Sequence[float]) -> float | None:
     known = [value for value in values if isfinite(value)]
-    return round(sum(known) / len(known), 3) if known else None
+    return round(average(known), 3) if known else None
 
 
 def _limits(found: Contests) -> Table:

@@ -28,7 +28,14 @@ import numpy.typing as npt
 
 from gradtrace.experiments.harness.findings import Plot, Series, Table
 from gradtrace.experiments.harness.interleaved_timing import told
-from gradtrace.experiments.harness.statistics import Floats, Interval, percentiles, ranks, resample
+from gradtrace.experiments.harness.statistics import (
+    Floats,
+    Interval,
+    average,
+    percentiles,
+    ranks,
+    resample,
+)
 
 RULES = {"greedy": "influence (greedy)", "viterbi": "influence (viterbi)"}
 """The two rules, as measures are called."""
@@ -121,13 +128,12 @@ def hits(networks: Networks, measure: str, cost: str) -> tuple[float, float]:
 
     A tie of n at the top counts 1/n.
     """
-    found, chance, count = 0.0, 0.0, 0
+    found, chance = [], []
     for rivals in (rivals for network in networks for rivals in network.rivals):
         best, dear = _top(rivals.scores[measure]), _top(rivals.costs[cost])
-        found += len(best & dear) / len(best)
-        chance += len(dear) / len(rivals.names)
-        count += 1
-    return (found / count, chance / count) if count else (nan, nan)
+        found.append(len(best & dear) / len(best))
+        chance.append(len(dear) / len(rivals.names))
+    return average(found), average(chance)
 
 
 def _top(values: Sequence[float]) -> set[int]:

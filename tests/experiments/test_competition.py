@@ -336,6 +336,15 @@ def made(count: int, noise: float, seed: int = 0) -> list[Network]:
     return found
 
 
+def test_equal_shares_over_training_tie() -> None:
+    """Whatever their order: ``sum`` differs in the last bit, and by the version of Python."""
+    shares = [(0.1, 0.9), (0.2, 0.8), (0.9, 0.1), (0.8, 0.2)]  # means of 0.5 each
+    looks = [{"step": k, "score": {"a": a, "b": b}} for k, (a, b) in enumerate(shares)]
+    curves = {frozenset(): [(0, 4.0), (10, 1.0)]}
+    one = contest.Trial("task", 0, ("a", "b"), curves, looks, {})
+    assert one.means["score"]["a"] == one.means["score"]["b"] == 0.5
+
+
 def test_a_score_that_knows_is_found_out() -> None:
     networks = made(60, noise=0.0)
     assert rivals.correlation(networks, RULES["greedy"], "samples") == (1, 1, 1)

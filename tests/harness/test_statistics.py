@@ -9,8 +9,11 @@ import pytest
 
 from gradtrace.experiments.harness.statistics import (
     Interval,
+    average,
     bootstrap,
+    percentiles,
     ranks,
+    steady,
     student,
     student_quantile,
     theil_sen,
@@ -124,3 +127,33 @@ def test_students_interval() -> None:
     assert student([2.0, 2.0, 2.0]) == (2.0, 2.0, 2.0)
     alone, several = student([1.0, 2.0, 4.0]), student([1.0, 2.0, 4.0], tests=3)
     assert several.low < alone.low < alone.value < alone.high < several.high
+
+
+# The last bits of a number say nothing ------------------------------------------------------------
+
+
+def beside(value: float) -> list[float]:
+    """The floats around a number, as another order of summation gives them."""
+    down = up = value
+    found = [value]
+    for _ in range(8):
+        down, up = float(np.nextafter(down, -inf)), float(np.nextafter(up, inf))
+        found += [down, up]
+    return found
+
+
+@pytest.mark.parametrize("value", [0.075, -0.235, 0.625, 7.425, 34.65, 0.1 / 3])
+def test_what_is_told_does_not_depend_on_the_last_bits(value: float) -> None:
+    draws = np.array([-2 * value, 0.0, 2 * value])
+    assert len({str(percentiles(each, draws)) for each in beside(value)}) == 1
+    assert len({str(student([0.0, each, 2 * each])) for each in beside(value)}) == 1
+    assert len({steady(each) for each in beside(value)}) == 1
+
+
+def test_equal_means_tie_in_any_order() -> None:
+    shares = [0.1, 0.7, 0.7, 0.3, 0.2, 0.4]
+    assert len({sum(order) / 6 for order in permutations(shares)}) > 1
+    assert {average(order) for order in permutations(shares)} == {0.4}
+    assert average([1 / 3, 2 / 3, 0.5]) == average([0.25, 0.75, 0.5]) == 0.5
+    assert steady(0.3 - 0.1 - 0.2, 0.3) == 0 and steady(1e-300) == 1e-300
+    assert isnan(average([])) and isnan(average([inf, -inf])) and average([inf, 1.0]) == inf

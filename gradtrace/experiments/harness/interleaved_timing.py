@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from gradtrace.experiments.harness.statistics import average, steady
+
 Way = Callable[[], Callable[[], object]]
 """A variant to time: prepares, which is not timed, and returns the function that is."""
 
@@ -82,7 +84,7 @@ def told(value: float, form: str) -> str:
     >>> told(1.25, ".1f"), told(math.nan, ".1f")
     ('1.2', '?')
     """
-    return f"{value:{form}}" if math.isfinite(value) else "?"
+    return f"{steady(value):{form}}" if math.isfinite(value) else "?"
 
 
 def interleaved(
@@ -132,14 +134,15 @@ def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
     >>> linear_fit([1, 2, 4], [5, 5, 5])
     Fit(slope=0.0, r2=1.0, intercept=5.0)
     """
-    n = len(x)
-    mean_x, mean_y = sum(x) / n, sum(y) / n
-    spread = sum((a - mean_x) ** 2 for a in x)
+    if not all(map(math.isfinite, (*x, *y))):
+        return Fit(math.nan, math.nan, math.nan)
+    mean_x, mean_y = average(x), average(y)
+    spread = math.fsum((a - mean_x) ** 2 for a in x)
     if not spread:
         return Fit(math.nan, math.nan, mean_y)
-    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / spread
-    rest = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y))
-    whole = sum((b - mean_y) ** 2 for b in y)
+    slope = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / spread
+    rest = math.fsum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y))
+    whole = math.fsum((b - mean_y) ** 2 for b in y)
     r2 = 1 - rest / whole if whole else 1.0
     return Fit(slope, r2, mean_y - slope * mean_x)
 

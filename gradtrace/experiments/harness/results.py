@@ -12,6 +12,7 @@ from typing import Any
 
 from gradtrace.errors import GradtraceError
 from gradtrace.experiments.harness.findings import Findings, Series, Table
+from gradtrace.experiments.harness.statistics import steady
 from gradtrace.io import atomic_files, container
 from gradtrace.io.atomic_files import BadFile
 from gradtrace.io.schemas import RESULTS
@@ -126,7 +127,7 @@ def told(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
+        return f"{steady(value):,.0f}" if 1e4 <= abs(value) < 1e9 else f"{steady(value):.4g}"
     return str(value)
 
 

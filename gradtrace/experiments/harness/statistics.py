@@ -1,9 +1,15 @@
-"""Confidence intervals by resampling, and the trends of ``profiling``, for experiments."""
+"""Confidence intervals by resampling, and the trends of ``profiling``, for experiments.
+
+Rows are published, and whoever computes tables from them again must find the same digits. The last
+bits of a sum depend on the version of Python, on the processor and on the order of its terms; they
+decide where values tie, or where a value lies on the border of two roundings (0.075). So sums are
+exact (``average``), and what is told is first rounded to 12 digits (``steady``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import exp, inf, isfinite, isnan, log
+from collections.abc import Callable, Iterable, Sequence
+from math import exp, floor, fsum, inf, isfinite, isnan, log, log10, nan
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +30,7 @@ __all__ = [
     "Floats",
     "Interval",
     "Trend",
+    "average",
     "bootstrap",
     "geometric",
     "medians",
@@ -31,12 +38,38 @@ __all__ = [
     "pooled",
     "ranks",
     "resample",
+    "steady",
     "student",
     "student_quantile",
     "theil_sen",
     "with_interval",
 ]
 T = TypeVar("T")
+DIGITS = 12
+
+
+def steady(value: float, size: float = 0.0) -> float:
+    """To 12 digits of itself, or of a larger number that it was computed from.
+
+    >>> steady(0.1 + 0.2), steady(0.3 - 0.1 - 0.2, 0.3), steady(inf)
+    (0.3, -0.0, inf)
+    """
+    size = max(abs(value), size)
+    known = isfinite(value) and isfinite(size) and size
+    return round(float(value), DIGITS - 1 - floor(log10(size))) if known else float(value)
+
+
+def average(values: Iterable[float]) -> float:
+    """The mean, of an exact sum, to 12 digits: equal means compare as equal; nan if there is none.
+
+    >>> average([0.1, 0.7, 0.7]) == average([0.2, 0.6, 0.7]), average([inf, -inf])
+    (True, nan)
+    """
+    found = [float(value) for value in values]
+    try:
+        return steady(fsum(found) / len(found), max(map(abs, found)))
+    except (ValueError, OverflowError, ZeroDivisionError):  # of infinities of both signs, or none
+        return nan
 
 
 def with_interval(found: Sequence[float | None], form: str = ".2f", percent: bool = False) -> str:
@@ -91,8 +124,9 @@ def percentiles(value: float, found: Floats) -> Interval:
     found = found[np.isfinite(found)]
     if not len(found):
         return Interval(value, -inf, inf)
-    low, high = np.quantile(found, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
-    return Interval(value, float(low), float(high))
+    ends = np.quantile(found, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
+    size = float(np.abs(found).max())
+    return Interval(*(steady(float(x), size) for x in (value, *ends)))
 
 
 def student(values: Sequence[float], tests: int = 1) -> Interval:
@@ -105,15 +139,8 @@ def student(values: Sequence[float], tests: int = 1) -> Interval:
     >>> student([1.0, 2.0, 3.0])
     Interval(value=2.0, low=-0.48..., high=4.48...)
     """
-    found = np.array([value for value in values if np.isfinite(value)])
-    if not len(found):
-        return Interval(np.nan, -inf, inf)
-    if len(found) < 2:
-        return Interval(float(found[0]), -inf, inf)
-    half = student_quantile(1 - (1 - CONFIDENCE_LEVEL) / (2 * tests), len(found) - 1)
-    half *= float(found.std(ddof=1)) / len(found) ** 0.5
-    value = float(found.mean())
-    return Interval(value, value - half, value + half)
+    size = max((abs(value) for value in values if isfinite(value)), default=0.0)
+    return Interval(*(steady(x, size) for x in _student(values, tests)))
 
 
 def geometric(values: Sequence[float]) -> Interval:
@@ -121,10 +148,22 @@ def geometric(values: Sequence[float]) -> Interval:
     values that have none are left out.
 
     >>> geometric([1.0, 10.0, 100.0])
-    Interval(value=10.0..., low=0.03..., high=3048.8...)
+    Interval(value=10.0, low=0.03..., high=3048.8...)
     """
-    found = student([log(value) for value in values if value > 0])
-    return Interval(*(exp(min(x, 709.0)) for x in found))
+    found = _student([log(value) for value in values if value > 0])
+    return Interval(*(steady(exp(min(x, 709.0))) for x in found))
+
+
+def _student(values: Sequence[float], tests: int = 1) -> Interval:
+    found = np.array([value for value in values if isfinite(value)])
+    if not len(found):
+        return Interval(nan, -inf, inf)
+    value = fsum(found) / len(found)
+    if len(found) < 2:
+        return Interval(value, -inf, inf)
+    half = student_quantile(1 - (1 - CONFIDENCE_LEVEL) / (2 * tests), len(found) - 1)
+    half *= float(found.std(ddof=1)) / len(found) ** 0.5
+    return Interval(value, value - half, value + half)
 
 
 def student_quantile(share: float, freedom: int) -> float:

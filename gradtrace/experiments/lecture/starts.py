@@ -31,7 +31,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.statistics import geometric, student, with_interval
+from gradtrace.experiments.harness.statistics import average, geometric, student, with_interval
 
 SCALES = {"small": 0.25, "Xavier": 1.0, "He": 2.0, "large": 4.0}
 """``n · Var W`` of each initialisation."""
@@ -159,7 +159,7 @@ def _scaled(row: Row) -> list[float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values)) if all(values) else 0.0
+    return math.exp(average(map(math.log, values))) if all(values) else 0.0
 
 
 def _far(factor: float) -> float:

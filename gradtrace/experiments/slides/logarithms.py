@@ -17,8 +17,8 @@ def exponent(pairs: Sequence[tuple[float, float]]) -> float | None:
         return None
     x, y = ([math.log(value) for value in values] for values in zip(*known))
     middle = fmean(x)
-    spread = sum((a - middle) ** 2 for a in x)
-    return sum((a - middle) * b for a, b in zip(x, y)) / spread if spread else None
+    spread = math.fsum((a - middle) ** 2 for a in x)
+    return math.fsum((a - middle) * b for a, b in zip(x, y)) / spread if spread else None
 
 
 def geometric(values: Sequence[float]) -> float:
