@@ -1051,12 +1051,25 @@ __device__ __forceinline__ void ranked_sums(const Normalise<T>& c) {
 #pragma unroll
     for (int w = 1; w < 8; w++) all.take(found[w]);
   }
-  for (int i = row; there && i < n; i += rows) {
-    const T xi = x.at(i), vi = v.at(i), ui = u.at(i);
-    const T size = fabs(mul(vi, xi));
-    const T others = i == all.at ? all.rest : add(add(all.rest, -size), all.most);
-    const T own = fabs(mul(add(d.at(i), mul(ui, vi)), xi));
-    c.value[line * n + i] = add(own, mul(fabs(ui), others));
+  for (int i0 = row; there && i0 < n; i0 += READ_AHEAD / 2 * rows) {
+    T xs[READ_AHEAD / 2], vs[READ_AHEAD / 2], us[READ_AHEAD / 2], ds[READ_AHEAD / 2];
+#pragma unroll
+    for (int k = 0; k < READ_AHEAD / 2; k++) {
+      const int i = min(i0 + k * rows, n - 1);
+      xs[k] = x.at(i);
+      vs[k] = v.at(i);
+      us[k] = u.at(i);
+      ds[k] = d.at(i);
+    }
+#pragma unroll
+    for (int k = 0; k < READ_AHEAD / 2; k++) {
+      const int i = i0 + k * rows;
+      if (i >= n) break;
+      const T size = fabs(mul(vs[k], xs[k]));
+      const T others = i == all.at ? all.rest : add(add(all.rest, -size), all.most);
+      const T own = fabs(mul(add(ds[k], mul(us[k], vs[k])), xs[k]));
+      c.value[line * n + i] = add(own, mul(fabs(us[k]), others));
+    }
   }
 }
 
