@@ -341,6 +341,10 @@ def test_names_of_what_is_no_leaf(ask: Callable[..., Any]) -> None:
         ask(y.sum(), names={"z": torch.ones(2)})
     with pytest.raises(UnknownName, match=r"names\['z'\] is a float, not a tensor"):
         ask(y.sum(), names={"z": 1.0})
+    with pytest.raises(UnknownName, match=r"dict\(model.named_parameters\(\)\), got generator"):
+        ask(y.sum(), names=torch.nn.Linear(2, 2).named_parameters())
+    with pytest.raises(UnknownName, match="names of leaves are strings, not 0"):
+        ask(y.sum(), names={0: x})
     ask(y.sum(), names={})
 
 

@@ -82,7 +82,14 @@ class NameTable(CallRanges):
     def of(cls, names: Mapping[str, Tensor] | None) -> NameTable:
         """A table of named leaves and no module calls."""
         name_table = cls()
+        if not isinstance(names, Mapping | None):
+            raise UnknownName(
+                "names takes tensors by name, {'x': x} or dict(model.named_parameters()), got "
+                f"{type(names).__name__}"
+            )
         for name, tensor in (names or {}).items():
+            if not isinstance(name, str):
+                raise UnknownName(f"names of leaves are strings, not {name!r}")
             if not isinstance(tensor, Tensor):
                 raise UnknownName(f"names[{name!r}] is a {type(tensor).__name__}, not a tensor")
             frozen = isinstance(tensor, Parameter)  # as in dict(model.named_parameters())
