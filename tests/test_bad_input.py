@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -563,3 +564,17 @@ def test_arguments_of_the_wrong_type() -> None:
     for ask in (gt.influence, gt.decompose):
         with pytest.raises(GradtraceError, match="loader must give batches one by one, got int"):
             ask(model, lambda m, x: m(x), 3)
+
+
+@pytest.mark.parametrize("kind", ["influence", "decompose", "choices", "flow", "coverage"])
+def test_tables_that_are_read_are_checked(kind: str) -> None:
+    """What ``to_dict`` gave, changed: GradtraceError, which names the place."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    with gt.watch(net) as watch:
+        loss = net(torch.ones(4, 2)).square().mean()
+    table = getattr(watch.trace(loss), kind)()
+    data = json.loads(json.dumps(table.to_dict()))
+    assert type(table).from_dict(data).to_dict() == table.to_dict()
+    for broken in ({}, [], data | {next(iter(data)): 3}, dict(list(data.items())[1:])):
+        with pytest.raises(GradtraceError, match="this is no "):
+            type(table).from_dict(broken)

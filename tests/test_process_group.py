@@ -207,7 +207,7 @@ def test_ctrl_c_on_one_rank_stops_all(two: Ended, who: int) -> None:
 
 def test_ctrl_c_before_anything_was_counted(two: Ended) -> None:
     assert two.each("stopped", "at once") == ["KeyboardInterrupt: "] * 2
-    assert "pairs of 2 ranks counted" in two.printed[0]
+    assert "losses of 2 ranks counted" in two.printed[0]
     assert "counted" not in two.printed[1]
 
 

@@ -17,7 +17,7 @@ from gradtrace.attribution.graph_data import (
     Sizes,
 )
 from gradtrace.attribution.graph_export import FORMATS
-from gradtrace.errors import GradtraceError, UnknownName, not_one_of
+from gradtrace.errors import UnknownName, not_one_of
 from gradtrace.io import validation as valid
 from gradtrace.io.atomic_files import naming, put, replacing
 from gradtrace.io.table import Summarised, TextColumn, TextTable
@@ -105,10 +105,7 @@ class AttributionGraph(GraphData, Summarised):
         Returns:
             The same graph.
         """
-        try:
-            SCHEMA(data)
-        except valid.SchemaMismatch as error:
-            raise GradtraceError(f"this is no attribution graph: {error}") from None
+        valid.check_read(SCHEMA, data, "attribution graph")
         nodes = (
             GraphNode(**each | {"position": _maybe(tuple, each["position"])})
             for each in data["nodes"]

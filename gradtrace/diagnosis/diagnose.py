@@ -170,6 +170,8 @@ class Diagnoser:
             if not parameter.requires_grad or id(parameter) in beyond:
                 continue
             reached = sizes.leaves.get(id(parameter))
+            if reached is not None and not parameter.numel():
+                continue
             cause: SilentParameter | None = None
             if reached is None and not sizes.failure:
                 cause = self._missing(name, parameter)

@@ -8,8 +8,10 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from gradtrace.errors import UnknownName
+from gradtrace.io import schemas
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.validation import check_read
 from gradtrace.printable import printable
 
 
@@ -153,6 +155,8 @@ class Flow(Tabular):
         Returns:
             The flow.
         """
+        check_read(schemas.FLOW, data, "flow")
+        check_read(schemas.FLOW, data, "flow")
         return cls(
             tuple(Level(**_parsed(level)) for level in data["profile"]),
             tuple(ModuleFlow(**_parsed(row)) for row in data["rows"]),

@@ -18,6 +18,7 @@ from itertools import count, repeat
 from math import inf, isfinite, isnan
 from typing import Any, NoReturn, TypeAlias
 
+from gradtrace.errors import GradtraceError
 from gradtrace.io import tuning
 
 Schema: TypeAlias = Callable[[Any], None]
@@ -42,6 +43,14 @@ class SchemaMismatch(ValueError):
 def unfit(problem: str) -> NoReturn:
     """Raise SchemaMismatch."""
     raise SchemaMismatch(problem)
+
+
+def check_read(schema: Schema, data: object, what: str) -> None:
+    """Check what a user has read, or made, and hands to ``from_dict``."""
+    try:
+        schema(data)
+    except SchemaMismatch as error:
+        raise GradtraceError(f"this is no {what}: {error}") from None
 
 
 def _found(value: object) -> str:

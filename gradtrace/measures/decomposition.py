@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean
+from gradtrace.io import schemas
 from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.validation import check_read
 from gradtrace.measures.through import ThroughSource
 from gradtrace.printable import printable
 from gradtrace.tracing.moments import NOTHING, Moments, loss_count
@@ -418,6 +420,7 @@ class Decomposition(Tabular):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Decomposition:
         """The inverse of ``to_dict``."""
+        check_read(schemas.DECOMPOSITION, data, "decomposition")
         rows = tuple(
             ComponentPart(
                 str(row["name"]),

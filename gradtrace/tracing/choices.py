@@ -10,8 +10,9 @@ from math import isfinite, isnan, log2, nan
 from typing import Any
 
 from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean
-from gradtrace.io import plotting
+from gradtrace.io import plotting, schemas
 from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.validation import check_read
 from gradtrace.printable import printable
 from gradtrace.tracing.moments import NOTHING, Moments, loss_count
 
@@ -296,6 +297,7 @@ class Choices(Tabular):
         Returns:
             The table.
         """
+        check_read(schemas.CHOICES, data, "table of choices")
         rows = tuple(
             Choice(
                 str(row["fork"]),

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gradtrace.io import schemas
 from gradtrace.io.table import Summarised, TextColumn, TextTable
+from gradtrace.io.validation import check_read
 from gradtrace.tracing.followed import (
     MAX_LOSSES,
     FollowedPaths,
@@ -193,6 +195,7 @@ class Coverage(Summarised):
         Returns:
             The coverage.
         """
+        check_read(schemas.COVERAGE, data, "coverage")
         counts = {name: int(data[name]) for name in ("cancellations", "nonfinite", "unreached")}
         return cls(tuple(map(float, data["parts"])), **counts, sampled=bool(data["sampled"]))
 

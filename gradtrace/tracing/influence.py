@@ -18,7 +18,9 @@ from gradtrace.errors import (
     did_you_mean,
     not_one_of,
 )
+from gradtrace.io import schemas
 from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.validation import check_read
 from gradtrace.printable import printable
 from gradtrace.tracing.choices import Choice, Choices
 from gradtrace.tracing.coverage import Coverage, combined
@@ -414,6 +416,7 @@ class Influence(Tabular):
         Returns:
             The table.
         """
+        check_read(schemas.INFLUENCE, data, "table of influence")
         rows = tuple(
             Row(
                 str(row["name"]),

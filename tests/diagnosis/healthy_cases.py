@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -367,6 +368,21 @@ def distances_from_as_many_centres_as_samples() -> Any:
             return self.head((self.enc(x)[:, :1] - self.centres).square())
 
     return training(Radial())
+
+
+@healthy
+def weight_without_elements() -> Any:
+    class Narrow(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none, self.back = nn.Linear(4, 0, bias=False), nn.Linear(0, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.enc(x) + self.back(self.none(x)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is nothing to initialise
+        return training(Narrow())
 
 
 @healthy
