@@ -330,6 +330,8 @@ def modules_after(code: str) -> set[str]:
 
 def test_importing_gradtrace_imports_nothing_heavy() -> None:
     assert modules_after("import gradtrace") & HEAVY == set()
+    watching = modules_after("import gradtrace\ngradtrace.watch, gradtrace.Monitor")
+    assert "torch" in watching and "networkx" not in watching  # needed by attribution graphs alone
 
 
 def test_every_module_can_be_imported_by_itself() -> None:

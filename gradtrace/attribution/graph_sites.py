@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import networkx
 import torch
 from torch import Tensor
 
@@ -258,6 +257,8 @@ class SiteFinder:
 
     def _in_cycles(self, sites: Sequence[Site]) -> set[int]:
         """The sites that can be reached from themselves, by their numbers."""
+        import networkx  # here: it takes as long to import as all of gradtrace
+
         owner: dict[int, object] = {b: ("site", n) for n, s in enumerate(sites) for b in s.blocks}
         graph: Any = networkx.DiGraph()
         for number, block in enumerate(self.parts.program.blocks):
