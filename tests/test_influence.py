@@ -412,3 +412,26 @@ def test_a_module_with_a_larger_share_than_the_one_it_is_in_is_explained() -> No
     said = "branch.1 has a larger share than branch, which it is in: parameters of branch that are"
     assert f"{said} outside branch.1 are eligible for branch.1 alone" in str(table)
     assert "which it is in" not in str(watch.trace(loss).influence(["first", "branch"]))
+
+
+def test_dropouts_do_not_lead_the_table() -> None:
+    """What has no parameters has the share of what it follows, and more elements outside it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.inner, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x)
+            y: Tensor = self.out(h + self.drop(self.inner(h)))
+            return y
+
+    torch.manual_seed(0)
+    model = Net()
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(8, 3)).square().mean()
+    table = watch.trace(loss).influence()
+    assert table.information["drop"] > table.information["inner"] > 0
+    assert [row[0] for row in table.table().rows] == ["inner", "embed", "drop", "out"]

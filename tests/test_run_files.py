@@ -243,7 +243,7 @@ def test_steps_over_budget_are_told_and_counted(tmp_path: Path) -> None:
     assert found.steps == (0,) and found.skipped == 9
     assert "9 steps that were due (every=20) were not traced" in found.notes[-1]
     assert found.cost == pytest.approx(30 / 199) == monitor.cost.share
-    assert str(monitor.cost) == "1 traces took 30 s, 15.1% of training time"
+    assert str(monitor.cost) == "1 trace took 30 s, 15.1% of training time"
 
 
 def test_what_can_be_afforded_is_not_told_of() -> None:

@@ -113,8 +113,9 @@ class Influence(Tabular):
     over losses, so tables can be merged: ``a.merge(b)``.
 
     A component in series, which every path that could pass it does pass, has a share of 1 by
-    definition (``row.series``). The printed table has those last, and the others by information,
-    ``eligible × entropy of the share``, the largest first; ``rows`` are in the model's order.
+    definition (``row.series``). The printed table has those last, before them what has no
+    parameters of its own (dropouts, activations), and the others by information, ``eligible ×
+    entropy of the share``, the largest first; ``rows`` are in the model's order.
     ``choices()`` tells how paths divide at each fork.
     """
 
@@ -273,7 +274,11 @@ class Influence(Tabular):
     def _shown(self) -> list[int]:
         order = list(range(len(self.rows)))
         if self.order == "information":
-            told = [(row.series, -_information(row, self.weight)) for row in self.rows]
+            plain = [row.own == 0 and row.count.e > 0 for row in self.rows]  # a dropout, a ReLU
+            told = [
+                (row.series, without, -_information(row, self.weight))
+                for row, without in zip(self.rows, plain)
+            ]
             order.sort(key=lambda n: told[n])
         return order
 

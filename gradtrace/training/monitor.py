@@ -55,7 +55,8 @@ class Cost(NamedTuple):
 
     def __str__(self) -> str:
         share = "" if math.isnan(self.share) else f", {self.share:.1%} of training time"
-        return f"{self.traces:,} traces took {self.seconds:.3g} s{share}"
+        many = "1 trace" if self.traces == 1 else f"{self.traces:,} traces"
+        return f"{many} took {self.seconds:.3g} s{share}"
 
 
 class Monitor:

@@ -107,7 +107,7 @@ class Budget:
         affordable = f"so about one in {rate:,} is affordable"
         return (
             f"step {step:,} was due (every={every:,}) and is not traced yet: a trace takes "
-            f"{self.last:.2g} s, a step {each:.2g} s, and traces may take {share:g} of "
+            f"{self.last:.2g} s, a step {each:.2g} s, and traces may take {100 * share:g}% of "
             f"training time (budget={share:g}), "
             f"{affordable if rate < MAX_RUN_STEPS else 'which is too little'}. "
             f"budget=None traces every {every:,} steps; a larger budget= traces more often"

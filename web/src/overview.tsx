@@ -25,8 +25,8 @@ export interface Ranked {
 }
 
 /**
- * Components by influence, the most influential first. Those that nothing could reach are out, and
- * those in series, which have 100% by definition.
+ * Components by influence, the most influential first; those without parameters of their own (dropouts,
+ * activations) last. Those that nothing could reach are out, and those in series, which have 100% by definition.
  */
 export function ranked(table: Influence | undefined, by: "share" | "weighted"): Ranked[] {
   if (!table) return [];
@@ -38,9 +38,10 @@ export function ranked(table: Influence | undefined, by: "share" | "weighted"): 
     error: by === "share" ? table.error[row]! : NaN,
     eligible: table.eligible[row]!,
   }));
+  const plain = (one: Ranked): number => Number(table.own[one.row] === 0);
   return found
     .filter((one) => Number.isFinite(one.value) && one.module !== 0 && !table.series?.[one.row])
-    .sort((a, b) => b.value - a.value || a.row - b.row);
+    .sort((a, b) => plain(a) - plain(b) || b.value - a.value || a.row - b.row);
 }
 
 /** Modules that say something: not one whose every path is that of its only child. */
