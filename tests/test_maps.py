@@ -1289,3 +1289,19 @@ def test_nonzero_lines_are_found_wherever_they_begin() -> None:
             for keep in (False, True):
                 wanted = (part != 0).any(dims, keep) if dims else part != 0
                 assert torch.equal(any_nonzero(part, dims, keep), wanted)
+
+
+@pytest.mark.parametrize("spec", ["mn,mk->kn", "mn,kn->mk", "mpn,mpk->nk", "mn,n->m", "nm,mk->nk"])
+def test_copies_of_a_contraction_need_not_move_their_input(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, (x, rest) = maker(), spec.split(",")
+    sizes = dict(zip("mnkp", (6, 5, 4, 3)))
+    shapes = [tuple(sizes[letter] for letter in some) for some in (x, *rest.split("->"))]
+    many = Contract(spec, make(*shapes[1]), shapes[0], shapes[2]).copies(3)
+    assert isinstance(many, Contract)
+    assert bool(many.each) == (spec in ("mn,mk->kn", "mpn,mpk->nk")), "rows come after"
+    part = make(3, *shapes[0])
+    wanted = many.apply(part)
+    monkeypatch.setattr("gradtrace.linops.tuning.BATCHED_MIN_ELEMENTS", 0)
+    close(many.apply(part), wanted)

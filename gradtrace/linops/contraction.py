@@ -13,6 +13,7 @@ from torch import Tensor
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.operands import MatrixLayout, Steps, TensorLines
 from gradtrace.kernels.strides import flat
+from gradtrace.linops import tuning
 from gradtrace.linops.axes import MIXED, Axis
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
 from gradtrace.linops.indexing import any_nonzero, each_at, located, offsets, resized
@@ -30,11 +31,12 @@ class Contract(Map):
     the input is in the weight or in the result; the sum runs over letters the result lacks.
     """
 
-    __slots__ = ("spec", "weight")
+    __slots__ = ("each", "spec", "weight")
     weights = ("weight",)
 
     def __init__(self, spec: str, weight: Tensor, in_shape: Shape, out_shape: Shape) -> None:
         self.spec = spec
+        self.each = ""  # the einsum with a weight for each copy, if that saves to copy the input
         self.weight = plain(weight)
         self.in_shape = in_shape
         self.out_shape = out_shape
@@ -57,7 +59,10 @@ class Contract(Map):
         return {d for d, letter in enumerate(how.out) if letter not in how.x}
 
     def apply(self, x: Tensor) -> Tensor:
-        return torch.einsum(self.spec, x, cast(self.weight, x.dtype))
+        weight = cast(self.weight, x.dtype)
+        if self.each and backend_of(x).host and x.numel() >= tuning.BATCHED_MIN_ELEMENTS:
+            return torch.einsum(self.each, x, weight.expand(len(x), *weight.shape))
+        return torch.einsum(self.spec, x, weight)
 
     def apply_in(self, x: Value, semiring: Semiring) -> Value:
         return semiring.contract(self.spec, x, self.weight)
@@ -187,8 +192,12 @@ class Contract(Map):
         """
         how = self.plan()
         letter = next(c for c in ascii_letters if c not in self.spec)
-        spec = f"{letter}{how.x},{letter * weight_too}{how.w}->{letter}{how.out}"
-        return Contract(spec, weight, in_shape, (in_shape[0], *self.out_shape))
+        specs = [f"{letter}{how.x},{mine}{how.w}->{letter}{how.out}" for mine in ("", letter)]
+        found = Contract(specs[weight_too], weight, in_shape, (in_shape[0], *self.out_shape))
+        # as one matrix, its rows would have to be moved past what is contracted
+        if not weight_too and how.rows and not how.x.endswith(how.inner):
+            found.each = specs[1]
+        return found
 
     def max_source(self, x: Tensor) -> Tensor:
         how = self.plan()

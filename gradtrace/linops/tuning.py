@@ -29,3 +29,6 @@ CACHED_ELEMENTS = 1 << 16
 """Several operations in a row on a tensor of more elements are done for so many at a time, which
 stay in a CPU's cache.
 """
+
+BATCHED_MIN_ELEMENTS = 1 << 12
+"""Copies of a contraction with fewer elements are one product, even if these have to be moved."""
