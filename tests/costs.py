@@ -667,6 +667,67 @@ op("pinv", torch.linalg.pinv, (8, 8, 6))
 op("lstsq", lambda a, b: torch.linalg.lstsq(a, b).solution, (8, 8, 6), (8, 8, 2))
 
 
+# A loss for each sample, and their mean
+
+
+def samples(n: int, norm: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A perceptron on ``n`` samples, with batch norm or without."""
+    parts = [[nn.Linear(a, 32), *[nn.BatchNorm1d(32)] * norm, nn.Tanh()] for a in (16, 32)]
+    m = nn.Sequential(*parts[0], *parts[1], nn.Linear(32, 4))
+    x, y = randn(n, 16), torch.arange(n) % 4
+    return m, lambda: F.cross_entropy(m(x), y, reduction="none")
+
+
+def contrasted(n: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    m, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), randn(n, 16)
+    z = x + 0.1 * randn(n, 16)
+
+    def f() -> Tensor:
+        a, b = F.normalize(m(x)), F.normalize(m(z))
+        return F.cross_entropy(a @ b.t() / 0.1, torch.arange(n), reduction="none")
+
+    return m, f
+
+
+class Gpt(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(64, 32), nn.Embedding(16, 32)
+        made = [nn.TransformerEncoderLayer(32, 4, 128, 0.0, "gelu", batch_first=True) for _ in "12"]
+        self.layers, self.out = nn.ModuleList(made), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for each in self.layers:
+            h = each(h, src_mask=mask, is_causal=True)
+        found: Tensor = self.out(h)
+        return found
+
+
+def sequences(n: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    m, (x, y) = Gpt(), torch.randint(64, (2, n, 16))
+    return m, lambda: F.cross_entropy(m(x).transpose(1, 2), y, reduction="none").mean(1)
+
+
+def both(name: str, make: Callable[[], tuple[nn.Module, Callable[[], Tensor]]]) -> None:
+    def mean() -> tuple[nn.Module, Callable[[], Tensor]]:
+        m, f = make()
+        return m, lambda: f().mean()
+
+    net(f"mean of losses: {name}", mean)
+    net(f"losses: {name}", make)
+
+
+for n in (64, 256):
+    both(f"MLP {n}", lambda n=n: samples(n, False))
+    both(f"batch norm {n}", lambda n=n: samples(n, True))
+    both(f"contrastive {n}", lambda n=n: contrasted(n))
+both("GPT 8", lambda: sequences(8))
+
+
 def measured(case: Case, seconds: float) -> tuple[float, float, float]:
     torch.manual_seed(0)
     model, f, kind = case()
@@ -679,7 +740,7 @@ def measured(case: Case, seconds: float) -> tuple[float, float, float]:
         rounds += 1
         for _ in range(3):
             t = time.process_time()
-            torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(loss.sum(), leaves, retain_graph=True, allow_unused=True)
             best[0] = min(best[0], time.process_time() - t)
         t = time.process_time()
         trace = watched.trace(loss)

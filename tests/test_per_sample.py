@@ -316,7 +316,7 @@ def test_losses_of_more_dimensions_are_refused() -> None:
 
 def test_pairs_that_are_not_there() -> None:
     x = torch.randn(3, requires_grad=True)
-    with pytest.raises(UnknownName, match="pair 3"):
+    with pytest.raises(UnknownName, match="loss 3"):
         gt.trace(x * 2).path("leaf0", 0, pair=3)
 
 
