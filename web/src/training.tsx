@@ -20,9 +20,9 @@ function mean(values: ArrayLike<number>): number {
   return n ? sum / n : NaN;
 }
 
-/** Components by their mean over training, the greatest first. */
+/** Components by their mean over training, the greatest first; after them those that every path passes at every step. */
 export function order(columns: readonly ArrayLike<number>[]): number[] {
-  const means = columns.map(mean).map((value) => (Number.isNaN(value) ? -1 : value));
+  const means = columns.map(mean).map((value) => (Number.isNaN(value) ? -2 : value === 1 ? -1 : value));
   return means.map((_, n) => n).sort((a, b) => means[b]! - means[a]! || a - b);
 }
 

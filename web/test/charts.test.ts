@@ -131,6 +131,7 @@ describe("overview", () => {
 describe("training", () => {
   test("the greatest first, what is unknown last", () => {
     expect(order([[0.1, 0.1], [NaN, NaN], [0.2, NaN], [0.1, 0.1]])).toEqual([2, 0, 3, 1]);
+    expect(order([[1, 1], [0.2, 0.3], [NaN, NaN], [1, 0.9], [NaN, 1]])).toEqual([3, 1, 0, 4, 2]); // in series: after the others
   });
   test("lines keep their colours", () => {
     const lines = toggled([0, 1, 2], 1);

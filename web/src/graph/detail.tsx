@@ -77,7 +77,9 @@ function Module({ trace, state, go, at }: View & { at: number }) {
             {forks.slice(0, MANY).map(({ fork, branch }) => (
               <li key={fork.name}>
                 <span>{short(fork.name, 32)}</span>
-                <span class="figure">{percent(branch[state.by])}</span>
+                <span class="figure" title="of the elements that could take more than one branch there">
+                  {percent(branch[state.by])} <small class="soft">there</small>
+                </span>
               </li>
             ))}
           </ul>
