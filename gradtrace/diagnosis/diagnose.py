@@ -287,7 +287,9 @@ class Diagnoser:
 
     def _unregistered(self) -> Iterator[Finding]:
         leaves = {key: node.variable for key, (node, _) in self._sizes.leaves.items()}
-        return unregistered(self.subject.roots, leaves, self.subject.record)
+        groups = [group for each in self.subject.optimizers for group in each.param_groups]
+        moved = {id(parameter) for group in groups for parameter in group["params"]}
+        return unregistered(self.subject.roots, leaves, self.subject.record, moved)
 
     def _used_rows(self, leaf: Node, count: int) -> tuple[Tensor, int]:
         """Which rows of an embedding occur, as its operators say; and how many are padding."""

@@ -17,8 +17,9 @@ SAME_VALUES = frozenset(
     ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t")
     + (".T", ".mT", "movedim", "contiguous", "clone", "__getitem__", "select", "narrow", "chunk")
     + ("split", "unbind", "expand", "float", "double", "half", "to", "type")
+    + ("clamp", "clip", "clamp_min", "clamp_max")
 )
-"""Functions that hand on the values of their argument, or some of them."""
+"""Functions that hand on the values of their argument, some of them, or such in a range."""
 
 
 ROUNDING = 0.01

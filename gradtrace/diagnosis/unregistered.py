@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +15,14 @@ SO = "so that no optimiser moves {}, and no checkpoint has it."
 
 
 def unregistered(
-    roots: Mapping[str, nn.Module], leaves: Mapping[int, Tensor], record: ForwardRecord | None
+    roots: Mapping[str, nn.Module],
+    leaves: Mapping[int, Tensor],
+    record: ForwardRecord | None,
+    moved: Set[int] = frozenset(),
 ) -> Iterator[Finding]:
-    """One finding for each place; ``leaves`` are those that get a gradient, by their id."""
+    """One finding for each place; ``leaves`` are those that get a gradient, by their id, and
+    ``moved`` those that an optimiser has.
+    """
     left = dict(leaves)
     for prefix, root in roots.items():
         known = {id(parameter) for _, parameter in named_parameters(root)}
@@ -36,6 +41,8 @@ def unregistered(
             left.pop(key, None)
     if record is not None:
         yield from _made_anew(left.values(), record)
+        others = [leaf for key, leaf in left.items() if key not in moved]
+        yield from _elsewhere(others, record)
 
 
 def _in_container(place: str, names: tuple[str, ...], held: object, holder: str) -> Finding:
@@ -81,6 +88,33 @@ def _made_anew(leaves: Iterable[Tensor], record: ForwardRecord) -> Iterator[Find
             evidence=f"{len(made)} of shape {shapes} get a gradient and are not the model's: every "
             "forward pass begins with new ones, and no optimiser moves them.",
             advice="make the module in __init__, and call it in forward.",
+        )
+
+
+def _elsewhere(leaves: Iterable[Tensor], record: ForwardRecord) -> Iterator[Finding]:
+    """Parameters that a module of the model computes with, and that are kept outside of it: in a
+    variable around its class, in an object that is no module.
+    """
+    users: dict[str, list[Tensor]] = {}
+    lines: dict[str, str] = {}
+    for leaf in leaves:
+        values = record.values(leaf) if isinstance(leaf, nn.Parameter) else []
+        uses = record.uses(values)
+        if uses and uses[0].inside and record.makers.get(values[0]) is None:
+            users.setdefault(uses[0].module, []).append(leaf)
+            lines.setdefault(uses[0].module, str(uses[0].where.line or ""))
+    for module, found in users.items():
+        shapes = ", ".join("×".join(map(str, leaf.shape)) or "scalar" for leaf in found[:4])
+        yield Finding(
+            "unregistered",
+            "warning",
+            "parameters are used in the model that are not its own",
+            module,
+            line=lines[module],
+            evidence=f"{len(found)} of shape {shapes} get a gradient, but model.parameters() does "
+            f"not list them: they are kept outside of the model, {SO.format('them')}",
+            advice="make what holds them an attribute of a module, in its __init__; if another "
+            "model trains them, give its optimiser too: optimizer=.",
         )
 
 

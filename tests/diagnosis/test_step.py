@@ -120,6 +120,12 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda z, y: F.binary_cross_entropy_with_logits(z[:, 0].sigmoid(), (y > 0).float()),
         "warning",
     ),
+    "sigmoid twice, bounded": (
+        lambda z, y: F.binary_cross_entropy_with_logits(
+            z[:, 0].sigmoid().clamp(1e-6, 1 - 1e-6), (y > 0).float()
+        ),
+        "warning",
+    ),
     "no logarithm": (lambda z, y: F.nll_loss(z.softmax(-1).clone(), y), "error"),
     "divergence of probabilities": (
         lambda z, y: F.kl_div(z.softmax(-1), z.detach().softmax(-1), reduction="batchmean"),
@@ -158,6 +164,9 @@ def test_losses_that_are_given_what_they_do_not_expect(name: str) -> None:
         assert "LOSSES" not in found.findings[0].line and "lambda z, y" in found.findings[0].line
 
 
+ELSEWHERE = nn.Linear(6, 3)
+
+
 class Lists(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -169,6 +178,8 @@ class Lists(nn.Module):
         h = self.first(x)
         if self.kind == "anew":
             return nn.Linear(6, 3)(h)  # HERE
+        if self.kind == "elsewhere":
+            return ELSEWHERE(h)  # HERE
         return h * (self.scale if self.kind == "tensor" else self.scales[0])
 
 
@@ -178,13 +189,24 @@ class Lists(nn.Module):
         ("tensor", "not registered: scale$", "nn.Parameter"),
         ("list", r"not registered: scales\[0\]$", "nn.ParameterList"),
         ("anew", "parameters are made anew in the forward pass", "__init__"),
+        ("elsewhere", "parameters are used in the model that are not its own", "__init__"),
     ],
 )
 def test_parameters_that_the_model_does_not_list(kind: str, title: str, advice: str) -> None:
     model, (x, y) = Lists(kind), data()
     (found,) = diagnosed(model, lambda: F.cross_entropy(model(x), y)).findings
     assert found.kind == "unregistered" and re.match(title, found.title), found
-    assert advice in found.advice and ("# HERE" in found.line) == (kind == "anew")
+    assert advice in found.advice and ("# HERE" in found.line) == (kind in ("anew", "elsewhere"))
+
+
+def test_parameters_of_others_that_an_optimiser_has() -> None:
+    """Such as adapters that hooks apply; and those that are used outside of the model's calls."""
+    model, (x, y) = Lists("elsewhere"), data()
+    optimizer = torch.optim.SGD([*model.parameters(), *ELSEWHERE.parameters()], 0.1)
+    found = diagnosed(model, lambda: F.cross_entropy(model(x), y), optimizer=optimizer)
+    assert not [each for each in found.findings if each.kind == "unregistered"]
+    inner = model.first
+    assert diagnosed(inner, lambda: F.cross_entropy(ELSEWHERE(inner(x)), y)).healthy
 
 
 def test_units_that_stay_alike() -> None:
