@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import gradtrace as gt
-from gradtrace.experiments.planted_networks import Entry, Planted
-from gradtrace.experiments.planted_scores import Batch, components, joined
+from gradtrace.experiments.planted_networks import Entry, Planted, joined
+from gradtrace.experiments.planted_scores import Batch, components
 
 WORDS, LENGTH, WIDTH, HEAD, HEADS = 32, 32, 48, 12, 4
 """Words, the length of a text, units of the residual stream and of a head, heads of a layer."""
@@ -76,6 +76,8 @@ class Repeats(Planted):
     """Two layers of four heads, to be trained on repeated texts. Nothing is planted: ``groups`` and
     ``pairs`` name what is compared, and the truth is measured after training.
     """
+
+    rank = 3
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,19 +32,32 @@ VIEW, WIDTH, HIDDEN, CLASSES = 6, 8, 16, 2
 """Inputs of a view, units of the sum, hidden units of a branch, classes."""
 
 
+def joined(first: str, then: str) -> str:
+    """The name of an ordered pair."""
+    return f"{first} > {then}"
+
+
 class Planted(nn.Module):
     """A network with a known answer.
 
     ``groups`` are the components that are compared with each other, by the names of their modules;
-    ``pairs`` are those of (first, then) whose edge is asked for. ``leaves`` names the module whose
-    parameters all paths are traced to: it comes before every component. ``trains`` is False for
-    what was compiled.
+    ``pairs`` are those of (first, then) whose edge is asked for. ``edges`` are what edge
+    attribution patching scores: by name, the module whose output is added, and the one that hands
+    on what a reader reads. ``leaves`` names the module whose parameters all paths are traced to: it
+    comes before every component; its output for samples has ``rank`` dimensions. ``trains`` is
+    False for what was compiled.
     """
 
     groups: list[Truth]
     pairs: dict[tuple[str, str], float]
     leaves = "stem"
+    rank = 2
     trains = True
+
+    @property
+    def edges(self) -> dict[str, tuple[str, str]]:
+        """Those of the pairs: the second reads a stream that the first is added to."""
+        return {joined(a, b): (a, f"{b}.entry") for a, b in self.pairs}
 
     @abstractmethod
     def draw(self, samples: int, source: Generator) -> tuple[Tensor, Tensor]:
@@ -225,7 +238,7 @@ class Head(nn.Module):
 class Heads(Planted):
     """Two layers of four heads: which word came after the last one's earlier occurrence?"""
 
-    leaves = "stem"
+    rank = 3
 
     def __init__(self, kind: str, source: Generator, choice: Random) -> None:
         super().__init__()
@@ -321,6 +334,7 @@ class Circuit(Planted):
             choice.choice((-1, 1)) * choice.uniform(0.5, 2) for _ in range(features * readers)
         ]
         self.edge = nn.ModuleList(Edge(weight) for weight in signed)
+        self.reader = nn.ModuleList(Entry() for _ in range(readers))
         self.shifts = [0.0] * readers
         self.shifts[clamped] = 50.0 if kind == "compiled" else 0.0
         self.back = [choice.uniform(0.5, 2) for _ in range(readers)]
@@ -335,6 +349,12 @@ class Circuit(Planted):
         }
         self.groups, self.pairs = [matters], {}
 
+    @property
+    def edges(self) -> dict[str, tuple[str, str]]:
+        """All components, each with its reader."""
+        (names,) = self.groups
+        return {name: (name, f"reader.{k // self.features}") for k, name in enumerate(names)}
+
     def draw(self, samples: int, source: Generator) -> tuple[Tensor, Tensor]:
         """Numbers; there is nothing to learn."""
         return torch.randn(samples, self.features, generator=source), torch.zeros(samples)
@@ -345,9 +365,8 @@ class Circuit(Planted):
         total = torch.zeros(len(x))
         for number, (shift, back) in enumerate(zip(self.shifts, self.back)):
             first = number * self.features
-            read = torch.stack([self.edge[first + k](on[:, k]) for k in range(self.features)]).sum(
-                0
-            )
+            added = [self.edge[first + k](on[:, k]) for k in range(self.features)]
+            read = self.reader[number](torch.stack(added).sum(0))
             done = torch.clamp(read + shift, -20.0, 20.0)
             total = total + back * done
             if number == self.cancelled:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.experiments.planted_networks import Planted
+from gradtrace.experiments.planted_networks import Planted, joined
 
 Scores: TypeAlias = dict[str, float]
 """Of components, or of pairs of them (``"one.2 > two.0"``)."""
@@ -59,13 +59,11 @@ BASELINES = (
 
 EDGE_BASELINES = ("EAP", "EAP-IG")
 """Edge attribution patching: |gradient at what a component reads × (what another adds - its mean)|,
-the mean over samples taken before the absolute value, as its authors do.
+the mean over samples taken before the absolute value, as its authors do for a loss. The result of a
+circuit is no loss: there the absolute value is taken first, as in the other baselines, or samples
+on either side of the mean would cancel. EAP-IG: with the average of the gradients on the way from
+the mean of what the stem gives to itself.
 """
-
-
-def joined(first: str, then: str) -> str:
-    """The name of an ordered pair."""
-    return f"{first} > {then}"
 
 
 def scores(model: Planted, draw: Callable[[int], Batch], passes: int) -> dict[str, Scores]:
@@ -74,7 +72,7 @@ def scores(model: Planted, draw: Callable[[int], Batch], passes: int) -> dict[st
     found = _traced(model, draw, passes)
     for name, score in (_baselines(model, draw, passes, mean)).items():
         found[name] = score
-    if model.pairs:
+    if model.edges:
         for name, score in _edges(model, draw, passes, mean).items():
             found[name] = score
     return found
@@ -278,7 +276,7 @@ def _integrated(model: Planted, batch: Batch, mean: Mapping[str, Tensor]) -> Sco
 def _edges(
     model: Planted, draw: Callable[[int], Batch], passes: int, mean: Mapping[str, Tensor]
 ) -> dict[str, Scores]:
-    """EAP: (a - mean of a) · ∂loss/∂(what b reads), for pairs that a residual stream joins."""
+    """EAP: (a - mean of a) · ∂loss/∂(what b reads), where b reads a sum to which a is added."""
     found = {"EAP": _edge_scores(model, draw(passes), mean, (1.0,))}
     parts = [(step + 0.5) / STEPS for step in range(STEPS)]
     found["EAP-IG"] = _edge_scores(model, draw(max(1, passes // STEPS)), mean, parts)
@@ -291,29 +289,34 @@ def _edge_scores(
     """``parts``: how far inputs are from their mean (0) to themselves (1) where gradients are
     taken; their average counts.
     """
-    firsts = list(dict.fromkeys(a for a, _ in model.pairs))
-    entries = list(dict.fromkeys(f"{b}.entry" for _, b in model.pairs))
+    firsts, entries = (list(dict.fromkeys(names)) for names in zip(*model.edges.values()))
     with torch.no_grad(), _outputs(model, firsts) as outputs:
         model.losses(*batch)
     gradient: dict[str, Tensor] = {}
     for part in parts:
         with (
-            _outputs(model, [model.leaves], lambda _, x, part=part: _towards(x, part)),  # type: ignore[misc]
+            _outputs(model, [model.leaves], _towards(part, model.rank)),
             _outputs(model, entries) as read,
         ):
             loss = model.losses(*batch).sum()
         for name, g in zip(read, torch.autograd.grad(loss, list(read.values()))):
             gradient[name] = gradient.get(name, 0.0) + g / len(parts)
     found = {}
-    for a, b in model.pairs:
-        effect = _by_sample(gradient[f"{b}.entry"] * (outputs[a] - mean[a]))
-        found[joined(a, b)] = abs(float(effect.mean()))
+    for name, (first, entry) in model.edges.items():
+        effect = _by_sample(gradient[entry] * (outputs[first] - mean[first]))
+        found[name] = abs(float(effect.mean())) if model.trains else float(effect.abs().mean())
     return found
 
 
-def _towards(x: Tensor, part: float) -> Tensor:
-    """Between the mean of a batch and its samples; positions have no batch and stay."""
-    return x if x.ndim < 3 else x.mean(0) + part * (x - x.mean(0))
+def _towards(part: float, rank: int) -> Callable[[str, Tensor], Tensor]:
+    """Between the mean of a batch and its samples; what has fewer dimensions (the positions of
+    words) has no batch and stays.
+    """
+
+    def change(_: str, x: Tensor) -> Tensor:
+        return x if x.ndim < rank else x.mean(0) + part * (x - x.mean(0))
+
+    return change
 
 
 def _by_sample(x: Tensor) -> Tensor:

@@ -14,13 +14,12 @@ import torch
 import gradtrace as gt
 from gradtrace.experiments import planted
 from gradtrace.experiments.harness.findings import Cell, Row
-from gradtrace.experiments.planted_networks import KINDS, Planted, build
+from gradtrace.experiments.planted_networks import KINDS, Planted, build, joined
 from gradtrace.experiments.planted_scores import (
     BASELINES,
     EDGE_BASELINES,
     MEASURES,
     components,
-    joined,
     scores,
 )
 from gradtrace.experiments.training import descent, plain
@@ -171,8 +170,8 @@ def test_all_components_have_all_scores(network: str) -> None:
         assert set(found[name]) == set(components(model)) | pairs
     for name in BASELINES:
         assert set(found[name]) == set(components(model))
-    for name in EDGE_BASELINES if pairs else ():
-        assert set(found[name]) == pairs
+    for name in EDGE_BASELINES if model.edges else ():
+        assert set(found[name]) == (pairs or set(components(model)))
     assert [parameter.requires_grad for parameter in model.parameters()] == before
     assert all(parameter.grad is None for parameter in model.parameters())
 
