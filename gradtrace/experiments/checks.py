@@ -32,7 +32,9 @@ from typing import Any, cast
 
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
 from gradtrace.experiments.harness.parts import ResultPart, all_cells, all_findings
+from gradtrace.experiments.harness.statistics import with_interval
 from gradtrace.experiments.slides import costs, differences, formulas
+from gradtrace.experiments.slides.differences import over_seeds
 
 PARTS = cast(
     dict[str, ResultPart], {"differences": differences, "costs": costs, "formulas": formulas}
@@ -69,9 +71,10 @@ def headline(facts: Mapping[str, Any]) -> str:
     bowls = sum(curve["u"] for curve in curves.values())
     parts = []
     if curves:
+        best = with_interval(over_seeds(curves, "float64 central", "steps"), ".0e")
         parts.append(
-            "a gradient by differences is best at one step, worse at larger and at smaller ones "
-            f"(so in {bowls} of {len(curves)} curves)"
+            f"a gradient by differences is best at one step ({best} in float64, central), worse at "
+            f"larger and at smaller ones (so in {bowls} of {len(curves)} curves)"
         )
     if check := costs.get("check"):
         d = max(check, key=int)

@@ -257,7 +257,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         "entropy": entropies,
         "trained": {str(w): list(found.entropy(w, found.last, THEIR_LOSS)) for w in found.widths},
         "above": {str(w): found.above(w, found.last, THEIR_LOSS) for w in found.widths},
-        "operator": max(found.operator(w, e) for w in found.widths for e in found.epochs),
+        "operator": max(found.operator(w, e).value for w in found.widths for e in found.epochs),
         "apart": {str(w): found.apart(w).value for w in found.widths if w in THEIRS},
         "farthest": _farthest(found),
     }
@@ -301,11 +301,11 @@ class Found:
 
     def accuracy(self, width: int, epochs: int) -> float:
         """On held-out points."""
-        return _mean([float(result[str(epochs)]["accuracy"]) for result in self.by[width]])
+        return average(float(result[str(epochs)]["accuracy"]) for result in self.by[width])
 
-    def operator(self, width: int, epochs: int) -> float:
+    def operator(self, width: int, epochs: int) -> Interval:
         """Of the relevant feature's four paths of operators."""
-        return _mean([float(result[str(epochs)]["operator"][0]) for result in self.by[width]])
+        return self._over(width, epochs, lambda at: float(at["operator"][0]))
 
     def above(self, width: int, epochs: int, loss: str) -> int:
         """1: the relevant feature is above, -1: below, 0: cannot be told."""
@@ -316,15 +316,20 @@ class Found:
         values = [self.entropy(width, epochs, loss).value for width in self.widths]
         return all(a < b for a, b in pairwise(values))
 
-    def rise(self, epochs: int, loss: str) -> float:
-        """From the narrowest network to the widest."""
-        low, high = (self.entropy(w, epochs, loss).value for w in (self.widths[0], self.widths[-1]))
-        return high - low
+    def rise(self, epochs: int, loss: str) -> Interval:
+        """From the narrowest network to the widest, of each seed."""
+        ends = (self.by[width] for width in (self.widths[0], self.widths[-1]))
+        pairs = [[result[str(epochs)][loss][0] for result in both] for both in zip(*ends)]
+        return _over_seeds([high - low for low, high in pairs])
 
     def _over(self, width: int, epochs: int, ask: Callable[[Result], float]) -> Interval:
-        values = [ask(result[str(epochs)]) for result in self.by[width]]
-        found = bootstrap(values, _mean, rounds=1000)
-        return found if len(values) > 1 else Interval(found.value, found.value, found.value)
+        return _over_seeds([ask(result[str(epochs)]) for result in self.by[width]])
+
+
+def _over_seeds(values: Sequence[float]) -> Interval:
+    """The mean with its interval; of one seed, nothing is known but its value."""
+    found = bootstrap(values, average, rounds=1000)
+    return found if len(values) > 1 else Interval(found.value, found.value, found.value)
 
 
 def said(found: Interval) -> str:
@@ -332,27 +337,23 @@ def said(found: Interval) -> str:
     return f"{found.value:.2f}" if found.low == found.high else str(found)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return average(values)
-
-
 def sentence(found: Found) -> str:
     """What was found, in words."""
     start, end = found.epochs[0], found.last
     low, high = found.widths[0], found.widths[-1]
     trend = "grows with every step of width" if found.grows(end, THEIR_LOSS) else "mostly grows"
-    rise = {e: found.rise(e, THEIR_LOSS) for e in (start, end)}
-    kinds = ", ".join(f"{found.entropy(low, end, loss).value:.2f} ({loss})" for loss in PATHS)
+    rise = {e: said(found.rise(e, THEIR_LOSS)) for e in (start, end)}
+    kinds = ", ".join(f"{said(found.entropy(low, end, loss))} ({loss})" for loss in PATHS)
     return (
         f"With the loss written as theirs, path entropy {trend} after training. "
         f"{distances(found)} "
         f"From {low} to {high} units the bound, log(6·width), rises by "
-        f"{math.log(high / low):.2f} nats, the entropy of trained networks by {rise[end]:.2f}, and "
-        f"that of untrained ones by {rise[start]:.2f}. The same networks with the same gradients "
+        f"{math.log(high / low):.2f} nats, the entropy of trained networks by {rise[end]}, and "
+        f"that of untrained ones by {rise[start]}. The same networks with the same gradients "
         f"have, at width {low}, {kinds} nats by how the loss is written: entropy is of the "
         f"formula, not of the function alone. Between whole operators there are "
-        f"four paths at any width, of {found.operator(low, end):.2f} nats at {low} units and "
-        f"{found.operator(high, end):.2f} at {high}. {compared(found)}"
+        f"four paths at any width, of {said(found.operator(low, end))} nats at {low} units and "
+        f"{said(found.operator(high, end))} at {high}. {compared(found)}"
     )
 
 
@@ -430,7 +431,13 @@ def table(found: Found, loss: str) -> Table:
 def training(found: Found) -> Table:
     """Over training: accuracy, entropy as theirs, and that of paths of operators."""
     rows = tuple(
-        (w, e, found.accuracy(w, e), said(found.entropy(w, e, THEIR_LOSS)), found.operator(w, e))
+        (
+            w,
+            e,
+            found.accuracy(w, e),
+            said(found.entropy(w, e, THEIR_LOSS)),
+            said(found.operator(w, e)),
+        )
         for w in found.widths
         for e in found.epochs
     )

@@ -34,9 +34,11 @@ these eleven kinds does not make it best over others: the interval draws kinds a
 kinds were chosen, not drawn. EAP has no place where components are not joined by a sum, and in the
 circuit it is no test of EAP. This was first published with 400 steps and no EAP in the circuit;
 both were added when those results were known, and the page has what was found at step 400, too. How
-many steps to add was chosen by the loss of 15 other networks, before any was scored. While this was
-built, heads were given a tensor each to read, since EAP gave all heads of a layer one score;
-whether results had been looked at by then is not on record.
+many steps to add was chosen by the loss of 15 other networks, before any was scored. They were run
+a day later on another machine, the circuit anew: all its earlier scores came out equal, and so did
+the accuracy of all networks at step 400. While this was built, heads were given a tensor each to
+read, since EAP gave all heads of a layer one score; whether results had been looked at by then is
+not on record.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import erfc, inf, isfinite, sqrt
 from random import Random
+from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -110,6 +113,12 @@ TIMED = False
 
 CLOSE = 0.02
 """A measure whose AUC is no further below the best baseline's is as good, for what we ask."""
+
+POINT = 0.01
+"""Networks that gain less accuracy than that in the second half of their steps have converged."""
+
+FIRST_END = 400
+"""Where the first run of this ended."""
 
 LEVEL = 0.05
 FEWEST = 8
@@ -201,12 +210,25 @@ class Question(NamedTuple):
     name: str
     measures: tuple[str, ...]
     found: Mapping[int, Floats]  # by step: (networks, measures)
-    right: Mapping[int, float]
+    right: Mapping[int, Floats]  # by step, at more steps: (networks,)
 
     @property
     def final(self) -> Floats:
         """At the end of training."""
         return self.found[max(self.found)]
+
+    def until(self, step: int) -> Question:
+        """As if training had ended there."""
+        found = {at: values for at, values in self.found.items() if at <= step}
+        return self._replace(found=found) if found else self
+
+    def gained(self) -> Interval | None:
+        """Accuracy that was gained in the second half of the steps; None where this is unknown."""
+        last = max(self.right)
+        if not last or last // 2 not in self.right:
+            return None
+        with np.errstate(invalid="ignore"):
+            return _mean(self.right[last] - self.right[last // 2])
 
     def at(self, measure: str, values: Floats) -> Floats:
         """One measure: (networks,)."""
@@ -232,12 +254,12 @@ def headline(facts: Mapping[str, Any]) -> str:
         return "No network was trained, so nothing can be said."
     ours, theirs = facts["ours"], facts["baseline"]
     kinds, good = facts["kinds"], facts["everywhere"]
-    which = f"{listed(good)} is" if good else "no measure of ours is"
+    which = f"Of ours, {listed(good)} is" if good else "Yet no measure of ours is"
     return (
         f"In networks whose answer is known, our best measure ({ours['name']}) puts what matters "
         f"above what does not in {with_interval(ours['auc'], percent=True)} of comparisons, the "
         f"best score that needs no tracing ({theirs['name']}) in "
-        f"{with_interval(theirs['auc'], percent=True)}. Yet {which} as good as the best of these "
+        f"{with_interval(theirs['auc'], percent=True)}. {which} as good as the best of these "
         f"in all {kinds:g} kinds of network."
     )
 
@@ -264,6 +286,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
             "networks": len(rows),
             "kinds": len(asked),
             **_best(asked),
+            "converged": [question.name for question in asked if _converged(question)],
             "everywhere": _everywhere(asked, verdicts),
             "verdicts": verdicts,
             "auc": _numbers(questions),
@@ -274,13 +297,15 @@ def conclude(rows: Sequence[Row]) -> Findings:
 def _questions(rows: Sequence[Row]) -> list[Question]:
     """Rows of one kind together, in the order of their seeds."""
     kinds: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: int(row.cell["seed"])):
+    for row in sorted(rows, key=lambda row: (int(row.cell["seed"]), max(row.cell["looks"]))):
         kinds.setdefault(_name(row.cell), []).append(row)
     found = []
     for name in sorted(kinds, key=_place):
         alike = kinds[name]
         pairs = alike[0].cell["network"] == "heads"
         whole = MEASURES + BASELINES
+        if name.startswith("circuit"):
+            whole += EDGE_BASELINES
         found.append(_question(name, alike, whole, slice(0, -1) if pairs else slice(None)))
         if pairs:
             edges = MEASURES + EDGE_BASELINES
@@ -289,21 +314,27 @@ def _questions(rows: Sequence[Row]) -> list[Question]:
 
 
 def _question(name: str, rows: Sequence[Row], measures: Sequence[str], groups: slice) -> Question:
-    found, right = {}, {}
-    for place, look in enumerate(rows[0].result["looks"]):
-        values = [
-            [
-                float(np.mean([auc(g, each.result["looks"][place]["scores"][m]) for g in truth]))
-                for m in measures
-            ]
-            for each in rows
-            for truth in [each.result["truth"][groups]]
-        ]
-        found[int(look["step"])] = np.array(values, dtype=np.float64)
-        right[int(look["step"])] = float(
-            np.mean([each.result["looks"][place]["right"] for each in rows])
-        )
-    return Question(name, tuple(measures), found, right)
+    """Of the rows of one kind; a network has a row of its steps, and may have one of its end."""
+    found: dict[int, dict[int, list[float]]] = {}  # by step and seed
+    right: dict[int, dict[int, float]] = {}
+    for row in rows:
+        truth, seed = row.result["truth"][groups], int(row.cell["seed"])
+        for look in row.result["looks"]:
+            means = [fmean(auc(group, look["scores"][m]) for group in truth) for m in measures]
+            found.setdefault(int(look["step"]), {})[seed] = means
+        for look in (*row.result.get("course", ()), *row.result["looks"]):
+            right.setdefault(int(look["step"]), {})[seed] = look["right"]
+    return Question(name, tuple(measures), _complete(found), _complete(right))
+
+
+def _complete(found: Mapping[int, Mapping[int, Any]]) -> dict[int, Floats]:
+    """Arrays by step, in the order of seeds, of the steps that all networks have."""
+    seeds = sorted(set().union(*found.values()))
+    return {
+        step: np.array([found[step][seed] for seed in seeds], dtype=np.float64)
+        for step in sorted(found)
+        if len(found[step]) == len(seeds)
+    }
 
 
 def _name(cell: Cell) -> str:
@@ -429,7 +460,7 @@ def _sentence(questions: Sequence[Question], verdicts: Mapping[str, Mapping[str,
         f"Over {many} kinds of networks ({networks} each), the best of gradtrace's measures is "
         f"{best['ours']['name']} (AUC {with_interval(best['ours']['auc'])}), the best baseline "
         f"that fits everywhere {best['baseline']['name']} "
-        f"({with_interval(best['baseline']['auc'])})."
+        f"({with_interval(best['baseline']['auc'])}). {_training_said(questions)}"
     )
     if networks < FEWEST:
         return f"{about} {capital(str(networks))} networks of a kind are too few to tell."
@@ -445,6 +476,25 @@ def _sentence(questions: Sequence[Question], verdicts: Mapping[str, Mapping[str,
         f"comes nearest, in {found['close']} of {many}, surely worse in {found['worse']} and "
         f"surely better in {found['better']}."
     )
+
+
+def _converged(question: Question) -> bool:
+    """Whether the second half of the steps surely added less than one point of accuracy."""
+    gained = question.gained()
+    return gained is not None and gained.high < POINT
+
+
+def _training_said(questions: Sequence[Question]) -> str:
+    """Which kinds have converged, and what would have been said of the first steps alone."""
+    trained = [question for question in questions if max(question.found)]
+    going_on = [question.name for question in trained if not _converged(question)]
+    said = f"{len(trained) - len(going_on)} of the {len(trained)} kinds that are trained converged"
+    said += f" (not {listed(going_on)})." if going_on else "."
+    if max(max(question.found) for question in questions) <= FIRST_END:
+        return said
+    best = _best([question.until(FIRST_END) for question in questions])
+    then = [f"{each['name']} ({with_interval(each['auc'])})" for each in best.values()]
+    return f"{said} After {FIRST_END} steps these were {then[0]} and {then[1]}."
 
 
 def _common(questions: Sequence[Question]) -> list[str]:
@@ -487,8 +537,11 @@ def _summary(questions: Sequence[Question]) -> Table:
 def _over(questions: Sequence[Question], tests: Mapping[Any, Test]) -> Table:
     """Every measure over all cells, and how it does against the best baseline of each."""
     rows = []
-    for name in (*MEASURES, *BASELINES):
+    for name in (*MEASURES, *BASELINES, *EDGE_BASELINES):
         asked = [q for q in questions if name in q.measures]
+        if not asked:
+            continue
+        first = [question.until(FIRST_END) for question in asked]
         if name in MEASURES:
             found = _verdict(name, questions, tests)
             counts: tuple[str | None, ...] = tuple(
@@ -496,9 +549,15 @@ def _over(questions: Sequence[Question], tests: Mapping[Any, Test]) -> Table:
             )
         else:
             counts = (None, None, None)
-        rows.append((name, _told(_overall(asked, name)), *counts))
-    columns = ("measure", "AUC over kinds", f"within {CLOSE} of the best", "better", "worse")
-    note = "Better and worse than the best baseline of a kind: by Holm over all measures and kinds."
+        rows.append((name, _told(_overall(asked, name)), *counts, _told(_overall(first, name))))
+    columns = (
+        *("measure", "AUC over kinds", f"within {CLOSE} of the best", "better", "worse"),
+        f"AUC after {FIRST_END} steps",
+    )
+    note = (
+        "Better and worse than the best baseline of a kind: by Holm over all measures and kinds. "
+        "EAP and EAP-IG: over the kinds that ask for edges."
+    )
     return Table("All kinds together, at the end", columns, tuple(rows), note)
 
 
@@ -516,12 +575,20 @@ def _by_cell(questions: Sequence[Question], when: str, title: str) -> Table:
 
 
 def _learned(questions: Sequence[Question]) -> Table:
-    """The share of samples that networks classify rightly: whether they have learned at all."""
-    rows = tuple(
-        (q.name, f"{q.right[min(q.right)]:.0%}", f"{q.right[max(q.right)]:.0%}", max(q.right))
-        for q in questions
+    """The share of samples that networks classify rightly: whether they have learned, and all."""
+    rows = []
+    for q in questions:
+        gained, last = q.gained(), max(q.right)
+        points = with_interval([100 * x for x in gained], ".1f") if gained else None
+        shares = (f"{float(q.right[step].mean()):.0%}" for step in (min(q.right), last))
+        converged = None if gained is None else "yes" if _converged(q) else "no"
+        rows.append((q.name, *shares, last, points, converged))
+    columns = ("kind of network", "before", "after", "steps", "points in the second half")
+    note = (
+        "Samples classified rightly, and how many more in 100 the second half of the steps added. "
+        "Converged: surely less than one."
     )
-    return Table("What was learned", ("kind of network", "before", "after", "steps"), rows)
+    return Table("What was learned", (*columns, "converged"), tuple(rows), note)
 
 
 def _bars(questions: Sequence[Question]) -> Plot:
@@ -544,11 +611,12 @@ def _curves(questions: Sequence[Question]) -> list[Plot]:
             continue
         other = [name for name in (*BASELINES[:3], *EDGE_BASELINES) if name in question.measures]
         steps = sorted(question.found)
+        places = [f"{step:,}" for step in steps]  # evenly spaced
         series = []
         for name in (*SHOWN, *other):
             each = [_mean(question.at(name, question.found[step])) for step in steps]
             style = "line" if name in SHOWN else "dashed"
-            series.append(Series(name, steps, [x.value for x in each], style=style))
+            series.append(Series(name, places, [x.value for x in each], style=style))
         title = f"Over training: {question.name}"
         slug = question.name.replace(",", "").replace(" × ", "-").replace(" ", "-")
         found.append(Plot(slug, title, "step", "AUC", tuple(series)))

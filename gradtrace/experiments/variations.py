@@ -79,7 +79,7 @@ def headline(facts: Mapping[str, Any]) -> str:
         same = "no value" if not found["different"] else "values"
         parts.append(f"the order of execution changes {same}")
     if found := facts.get("priors", {}).get("arrived"):
-        blind, near = found["nothing known"], found["near the truth"][:1]
+        blind, near = found["nothing known"], found["near the truth"]
         if blind[0] is not None:
             parts.append(
                 f"a blind start finds the best minimum in {with_interval(blind, percent=True)} of "

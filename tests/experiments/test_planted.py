@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gradtrace as gt
-from gradtrace.experiments import planted
+from gradtrace.experiments import planted, planted_scores
 from gradtrace.experiments.harness.findings import Cell, Row
 from gradtrace.experiments.planted_networks import KINDS, Planted, build, joined
 from gradtrace.experiments.planted_scores import (
@@ -202,6 +202,16 @@ def test_taylor_is_the_effect_of_the_mean_in_a_linear_network() -> None:
         assert found["EAP" if "EAP" in found else "Taylor, signed"][name] >= 0
 
 
+def test_edges_of_a_circuit_have_the_effect_of_their_mean_by_edge_attribution() -> None:
+    """EAP is Taylor's score there, and so is EAP-IG, as gradients are the same on the way."""
+    model, source = build(cell("circuit", seed=1)), generator()
+    batch = model.draw(256, source)
+    found = planted_scores._edges(model, lambda _: batch, 8, planted_scores._means(model, batch))
+    for name, cost in costs_of(model, batch).items():
+        assert found["EAP"][name] == pytest.approx(cost, abs=1e-4)
+        assert found["EAP-IG"][name] == pytest.approx(cost, abs=1e-4)
+
+
 def costs_of(model: Planted, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     found = {}
     with torch.no_grad():
@@ -231,7 +241,8 @@ def question(name: str, gap: float, networks: int = 40) -> planted.Question:
     noise = source.normal(0, 0.01, networks)
     values[:, measures.index("Taylor, signed")] = 0.8 + noise
     values[:, 0] = 0.8 + gap + source.normal(0, 0.01, networks)
-    return planted.Question(name, measures, {0: values, 5: values}, {0: 0.5, 5: 0.9})
+    right = {0: np.full(networks, 0.5), 5: np.full(networks, 0.9)}
+    return planted.Question(name, measures, {0: values, 5: values}, right)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +271,33 @@ def test_chance_is_corrected() -> None:
     assert [key for key, chance in corrected.items() if chance < 0.05] == ["true"]
     assert all(corrected[key] >= chances[key] for key in chances)
     assert planted._chance(np.zeros(20)) == 1.0 == planted._chance(np.ones(4))
+
+
+def test_a_network_is_trained_on_until_it_has_converged() -> None:
+    """Its end is a cell of its own, and joins the steps before it."""
+    asked = planted.cells(planted.FULL, 1)
+    assert [c["looks"][-1] for c in asked if c["network"] == "gates"] == [400, 3200] * 4
+    assert len({json.dumps(c, sort_keys=True) for c in asked}) == len(asked) == 19
+    some = [cell("views", seed=s, looks=looks) for s in range(2) for looks in ([0, 4], [8])]
+    made = [Row(c, planted.measure(c, nothing)) for c in some]
+    (found,) = planted._questions(made[::-1])
+    assert list(found.found) == [0, 4, 8] and list(found.right) == [0, 1, 2, 4, 8]
+    assert found.until(4).final is found.found[4] and found.gained() is not None
+    assert np.array_equal(
+        found.right[4],
+        [row.result["looks"][-1]["right"] for row in made if row.cell["looks"][0] == 0],
+    )
+
+
+@pytest.mark.parametrize(("gain", "converged"), [(0.0, True), (0.005, True), (0.02, False)])
+def test_what_has_converged(gain: float, converged: bool) -> None:
+    one = question("heads", 0.0)
+    right = {0: np.full(40, 0.5), 2: np.full(40, 0.9), 4: np.full(40, 0.9 + gain)}
+    one = one._replace(found={0: one.final, 4: one.final}, right=right)
+    assert planted._converged(one) == converged
+    assert planted._learned([one]).rows[0][-1] == ("yes" if converged else "no")
+    said = planted._training_said([one])
+    assert ("not heads" in said) != converged
 
 
 def test_findings(rows: list[Row]) -> None:

@@ -135,8 +135,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _over_seeds(functions: Sequence[Sequence[float]]) -> Interval:
-    """The geometric mean over functions, with its interval over seeds."""
+def over_seeds(curves: Mapping[str, Any], ends: str, key: str) -> Interval:
+    """The geometric mean over the functions of a precision and scheme (``"float64 central"``), with
+    its interval over seeds; of where a curve is least (``"steps"``), or how low (``"errors"``).
+    """
+    functions = [one[key] for name, one in curves.items() if name.endswith(ends)]
     return interval([geometric(values) for values in zip(*functions)])
 
 
@@ -148,7 +151,7 @@ def _sentence(curves: Mapping[str, Any]) -> str:
             some = [one for key, one in curves.items() if key.endswith(f"{kind} {scheme}")]
             if some:
                 step, error = (
-                    with_interval(_over_seeds([one[key] for one in some]), ".0e")
+                    with_interval(over_seeds(curves, f"{kind} {scheme}", key), ".0e")
                     for key in ("steps", "errors")
                 )
                 said.append(
