@@ -168,7 +168,7 @@ class LossTerms:
         if not self.sizes.is_zero(self._body(node)):
             return False
         above = node
-        while kind_of(above) != "Mul" and len(users := self.sizes.users.get(above, ())) == 1:
+        while kind_of(above) != "Mul" and len(users := self.sizes.users.get(above, [])) == 1:
             above = users[0]
         if self.record is None:
             return False

@@ -27,13 +27,13 @@ from gradtrace.semirings import MAX, SUM
 
 OPTIONAL = {
     "pandas": "to_pandas()",
-    "matplotlib": "plot(), figures of experiments and benchmarks",
+    "matplotlib": "drawing (plot(), experiments, benchmarks)",
     "scikit-learn": "the data set of digits",
     "lightning": "gradtrace.integrations.lightning",
     "transformers": "gradtrace.integrations.transformers",
-    "accelerate": "gradtrace.integrations.transformers",
+    "accelerate": "gradtrace.integrations.accelerate (and transformers' Trainer)",
     "tensorboard": "gradtrace.integrations.tensorboard",
-    "ray": "experiments on a cluster",
+    "ray": "running experiments on a cluster",
 }
 """Optional packages, and the part of gradtrace that needs each."""
 
