@@ -73,8 +73,8 @@ def headline(facts: Mapping[str, Any]) -> str:
     if curves:
         best = with_interval(over_seeds(curves, "float64 central", "steps"), ".0e")
         parts.append(
-            f"a gradient by differences is best at one step ({best} in float64, central), worse at "
-            f"larger and at smaller ones (so in {bowls} of {len(curves)} curves)"
+            f"a gradient by differences is best at one step ({best} in float64), worse at larger "
+            f"and smaller ones ({bowls} of {len(curves)} curves)"
         )
     if check := costs.get("check"):
         d = max(check, key=int)
