@@ -670,7 +670,7 @@ def test_no_operation_of_torch_and_one_number_are_read_in_a_step_without_inciden
         for _ in range(5):
             step(told=True)
         for told in (False, True):
-            with torch.profiler.profile() as seen:
+            with torch.profiler.profile(acc_events=True) as seen:  # else 2.11 warns
                 step(told)
             names[told] = Counter(event.name for event in seen.events() or ())
     more = names[True] - names[False]
