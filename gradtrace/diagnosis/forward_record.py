@@ -462,8 +462,7 @@ class ForwardRecorder(PausedMode):
             not all(map(isfinite, numbers)),
             module is not None,
         )
-        operation.batched = _batched()
-        operation.off_by = self._off_by if off == "no_grad" else ""
+        operation.batched, operation.off_by = _batched(), self._off_by if off == "no_grad" else ""
         operation.element = self._element(operation, given, made)
         record.add(operation, start)
 
