@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from gradtrace.experiments.harness.statistics import average, steady
+from gradtrace.experiments.harness.statistics import steady
 
 Way = Callable[[], Callable[[], object]]
 """A variant to time: prepares, which is not timed, and returns the function that is."""
@@ -136,7 +136,7 @@ def linear_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
     """
     if not all(map(math.isfinite, (*x, *y))):
         return Fit(math.nan, math.nan, math.nan)
-    mean_x, mean_y = average(x), average(y)
+    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
     spread = math.fsum((a - mean_x) ** 2 for a in x)
     if not spread:
         return Fit(math.nan, math.nan, mean_y)
