@@ -299,15 +299,16 @@ class ZeroFinder:
 
 
 def is_placeholder(record: ForwardRecord | None, operation: Operation | None) -> bool:
-    """Whether an operation is the sum of parameters, or of what modules return, times a 0 that is
-    written there: ``loss + 0 * unused(x).sum()``, by which those that take no part get a gradient.
+    """Whether an operation is the sum of parameters times a 0 that is written there:
+    ``loss + 0 * sum(p.sum() for p in unused.parameters())``, by which those that take no part get a
+    gradient. A module that is run and then multiplied by 0 may be meant so too, or be a mistake.
     """
     if record is None or operation is None or plain(operation.name) != "mul":
         return False
     code = operation.where.line.expression if operation.where.line else ""
     if len(operation.inputs) != 1 or not (code == "" or _has_zero(code)):
         return False
-    stack, here = list(operation.inputs), (operation.module, operation.inside)
+    stack = list(operation.inputs)
     while stack:
         maker = record.maker(stack.pop())
         name = "" if maker is None else plain(maker.name)
@@ -316,8 +317,7 @@ def is_placeholder(record: ForwardRecord | None, operation: Operation | None) ->
         if name == "add":
             stack += maker.inputs
             continue
-        summed = [record.maker(value) for value in maker.inputs]
-        if any(each is not None and (each.module, each.inside) == here for each in summed):
+        if any(record.maker(value) is not None for value in maker.inputs):
             return False
     return True
 
