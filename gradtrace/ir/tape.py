@@ -65,8 +65,10 @@ ALIASES = frozenset({"contiguous", "detach", "double", "expand", "float", "resha
 """Functions that may return their argument, or another tensor of the same elements."""
 
 
-RESHAPES = (torch.reshape, Tensor.reshape)
-"""Functions of which only the last in a row matters, if those before it make no copy."""
+VIEWS = frozenset(
+    {"__get__", "as_strided", "expand", "permute", "reshape", "transpose", "unsqueeze", "view"}
+)
+"""Functions that may return a view of all of their argument; of several in a row one is made."""
 
 
 class NotReplayable(Exception):
@@ -312,7 +314,9 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.size = 0
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._unshaped: dict[int, int] = {}  # of what other tensor one is a view of another shape
+        self._viewed: dict[
+            int, int
+        ] = {}  # of what other tensor one is a view, from its first place
         for tensor in tensors:
             self._name(tensor, self.size)
             self.size += 1
@@ -387,12 +391,20 @@ class _Recorder(TorchFunctionMode):
         if any(isinstance(x, (tuple, list)) and _has_tensor(x) for x in rest.values()):
             raise NotReplayable("a list of tensors by keyword")
         out = name(found)
-        if func in RESHAPES and at and at[0][1] != out:
-            source = self._unshaped.get(at[0][1], at[0][1])
-            at[0] = 0, source
-            if found.data_ptr() == args[0].data_ptr():  # no copy, so that writes are seen by both
-                self._unshaped[out] = source
+        if getattr(func, "__name__", "") in VIEWS and at and _is_view(found, args[0]):
+            number = at[0][1]
+            if number in self._viewed:  # made of what that is a view of, laid out as it is now
+                at[0] = 0, self._viewed[number]
+                func, rest = Tensor.as_strided, {}
+                plain = [None, tuple(found.shape), found.stride()]
+            self._viewed[out] = at[0][1]
         self.calls.append(Call(func, plain, rest, tuple(at), tuple(lists), named, out))
+
+
+def _is_view(found: Tensor, of: Tensor) -> bool:
+    """Whether a tensor is a view of another that begins at the same place."""
+    same = found.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+    return same and found.numel() > 0 and found.data_ptr() == of.data_ptr()
 
 
 def _has_tensor(some: Iterable[object]) -> bool:
