@@ -40,6 +40,9 @@ PLAIN = (
 )  # fmt: skip
 """Types whose values are compared."""
 
+WHOLE = frozenset({int, bool, str, type(None), torch.Size})
+"""Those of them that most parts of maps are."""
+
 SHAPES = frozenset({"in_shape", "out_shape"})
 """Attributes of maps that are tuples of numbers."""
 
@@ -78,33 +81,36 @@ class NotReplayable(Exception):
 # What maps depend on ------------------------------------------------------------------------------
 
 
-def parts_of(held: object, tensors: list[Tensor]) -> Any:
+def parts_of(held: Any, tensors: list[Tensor]) -> Any:
     """What a map, or a part of it, is made of, but for its tensors, which are added to the list:
     equal for two maps that make the same calls. Raises ``NotReplayable`` for what it cannot tell.
     """
+    kind = type(held)
+    if kind in WHOLE or (kind is tuple and {*map(type, held)} <= {int}):
+        return kind, held
     if isinstance(held, Tensor):
         tensors.append(held)
         return held.dtype, held.device, held.shape, held.stride()
+    if kind is FunctionType:
+        cells = [parts_of(cell.cell_contents, tensors) for cell in held.__closure__ or ()]
+        given = held.__defaults__, held.__kwdefaults__
+        return held.__code__, cells, None if given == (None, None) else parts_of(given, tensors)
     if isinstance(held, Map):
-        found: list[Any] = [type(held)]
+        found: list[Any] = [kind]
         for name, each in attributes(held):
-            kind = type(each)
-            found.append(each if name in SHAPES or kind is str else parts_of(each, tensors))
+            plain = name in SHAPES or type(each) is str
+            found.append(each if plain else parts_of(each, tensors))
         return found
     if isinstance(held, float):
-        return float, held.hex()  # tells -0.0 from 0.0, and is equal for NaN
+        return kind, held.hex()  # tells -0.0 from 0.0, and is equal for NaN
     if isinstance(held, PLAIN):
-        return type(held), held
+        return kind, held
     if isinstance(held, (tuple, list)):
-        return type(held), [parts_of(each, tensors) for each in held]
+        return kind, [parts_of(each, tensors) for each in held]
     if isinstance(held, dict):
         return dict, parts_of([*held.items()], tensors)
     if is_dataclass(held):
-        return type(held), parts_of([getattr(held, each.name) for each in fields(held)], tensors)
-    if isinstance(held, FunctionType):
-        cells = [cell.cell_contents for cell in held.__closure__ or ()]
-        given = (cells, held.__defaults__, list((held.__kwdefaults__ or {}).values()))
-        return held.__code__, parts_of(given, tensors)
+        return kind, parts_of([getattr(held, each.name) for each in fields(held)], tensors)
     if isinstance(held, partial):
         return partial, parts_of((held.func, held.args, [*held.keywords.items()]), tensors)
     if isinstance(held, (BuiltinFunctionType, MethodDescriptorType, torch._ops.OpOverload)):
