@@ -176,6 +176,12 @@ def test_a_section_that_fails_is_told_and_the_others_run(
     assert list(json.loads(out.with_suffix(".json").read_text())["sections"]) == ["contraction"]
 
 
+def test_a_page_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Path) -> None:
+    result = bench("--quick", "--only", "peak", "--out", tmp_path)
+    assert result.exit_code == 2 and "cannot be written (Is a directory)" in result.output
+    assert "peak" not in result.output
+
+
 def test_without_optional_packages_the_rest_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -94,6 +94,19 @@ class BenchmarkRun:
             )
             path.write_text(markdown(data, self._folder()), encoding="utf-8")
 
+    def try_places(self) -> None:
+        """Raise an error before anything is measured if the page cannot be written."""
+        page = self.places.page
+        try:
+            if page is not None:
+                page.parent.mkdir(parents=True, exist_ok=True)
+                page.open("a", encoding="utf-8").close()
+        except OSError as error:
+            raise GradtraceError(
+                f"--out {page} cannot be written ({error.strerror}); it is the file of a Markdown "
+                "page, such as --out benchmarks.md"
+            ) from error
+
     def draw(self) -> None:
         """Draw the curves, also those of sections that were kept."""
         if self.places.pictures is not None:
@@ -139,6 +152,7 @@ def run(names: Iterable[str], setting: Setting, places: Places) -> BenchmarkRun:
     names = list(names)
     found = BenchmarkRun(setting, places)
     found.keep(set(names))
+    found.try_places()
     with torch.random.fork_rng():
         for name in names:
             found.do(name)
