@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,17 +78,21 @@ def _made_anew(leaves: Iterable[Tensor], record: ForwardRecord) -> Iterator[Find
             lines.setdefault(line, []).append(leaf)
             modules[line] = operation.module
     for line, made in lines.items():
-        shapes = ", ".join("×".join(map(str, leaf.shape)) or "scalar" for leaf in made[:4])
         yield Finding(
             "unregistered",
             "error",
             "parameters are made anew in the forward pass",
             modules[line],
             line=line,
-            evidence=f"{len(made)} of shape {shapes} get a gradient and are not the model's: every "
-            "forward pass begins with new ones, and no optimiser moves them.",
+            evidence=f"{len(made)} of shape {_shapes(made)} get a gradient and are not the "
+            "model's: every forward pass begins with new ones, and no optimiser moves them.",
             advice="make the module in __init__, and call it in forward.",
         )
+
+
+def _shapes(some: Sequence[Tensor]) -> str:
+    """The shapes of the first four."""
+    return ", ".join("×".join(map(str, each.shape)) or "scalar" for each in some[:4])
 
 
 def _elsewhere(leaves: Iterable[Tensor], record: ForwardRecord) -> Iterator[Finding]:
@@ -104,15 +108,15 @@ def _elsewhere(leaves: Iterable[Tensor], record: ForwardRecord) -> Iterator[Find
             users.setdefault(uses[0].module, []).append(leaf)
             lines.setdefault(uses[0].module, str(uses[0].where.line or ""))
     for module, found in users.items():
-        shapes = ", ".join("×".join(map(str, leaf.shape)) or "scalar" for leaf in found[:4])
         yield Finding(
             "unregistered",
             "warning",
             "parameters are used in the model that are not its own",
             module,
             line=lines[module],
-            evidence=f"{len(found)} of shape {shapes} get a gradient, but model.parameters() does "
-            f"not list them: they are kept outside of the model, {SO.format('them')}",
+            evidence=f"{len(found)} of shape {_shapes(found)} get a gradient, but "
+            "model.parameters() does not list them: they are kept outside of the model, "
+            f"{SO.format('them')}",
             advice="make what holds them an attribute of a module, in its __init__; if another "
             "model trains them, give its optimiser too: optimizer=.",
         )

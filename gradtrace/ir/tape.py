@@ -40,8 +40,8 @@ PLAIN = (
 )  # fmt: skip
 """Types whose values are compared."""
 
-WHOLE = frozenset({int, bool, str, type(None), torch.Size})
-"""Those of them that most parts of maps are."""
+MOST_COMMON = frozenset({int, bool, str, type(None), torch.Size})
+"""Some of them, which are tried first: most attributes of maps have one of these types."""
 
 SHAPES = frozenset({"in_shape", "out_shape"})
 """Attributes of maps that are tuples of numbers."""
@@ -71,7 +71,7 @@ ALIASES = frozenset({"contiguous", "detach", "double", "expand", "float", "resha
 VIEWS = frozenset(
     {"__get__", "as_strided", "expand", "permute", "reshape", "transpose", "unsqueeze", "view"}
 )
-"""Functions that may return a view of all of their argument; of several in a row one is made."""
+"""Functions that may return a view of their argument; a chain becomes one ``as_strided``."""
 
 
 class NotReplayable(Exception):
@@ -86,7 +86,7 @@ def parts_of(held: Any, tensors: list[Tensor]) -> Any:
     equal for two maps that make the same calls. Raises ``NotReplayable`` for what it cannot tell.
     """
     kind = type(held)
-    if kind in WHOLE or (kind is tuple and {*map(type, held)} <= {int}):
+    if kind in MOST_COMMON or (kind is tuple and {*map(type, held)} <= {int}):
         return kind, held
     if isinstance(held, Tensor):
         tensors.append(held)
@@ -320,9 +320,7 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.size = 0
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._viewed: dict[
-            int, int
-        ] = {}  # of what other tensor one is a view, from its first place
+        self._viewed: dict[int, int] = {}  # number of a view: number of the tensor it is a view of
         for tensor in tensors:
             self._name(tensor, self.size)
             self.size += 1
@@ -399,7 +397,7 @@ class _Recorder(TorchFunctionMode):
         out = name(found)
         if getattr(func, "__name__", "") in VIEWS and at and _is_view(found, args[0]):
             number = at[0][1]
-            if number in self._viewed:  # made of what that is a view of, laid out as it is now
+            if number in self._viewed:  # a view of a view: made of the tensor that both are of
                 at[0] = 0, self._viewed[number]
                 func, rest = Tensor.as_strided, {}
                 plain = [None, tuple(found.shape), found.stride()]
