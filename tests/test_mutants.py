@@ -361,6 +361,31 @@ def test_journals_are_checked(tmp_path: Path, change: Any) -> None:
         mutants.counted(tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table.update(pairs=7),
+        lambda table: table["rows"].pop(0),
+        lambda table: table["rows"][0].update(name="mixed"),
+        lambda table: table["rows"][0].update(own=1),
+        lambda table: table["coverage"]["parts"].pop(),
+        lambda table: table.update(weight="gradient"),
+        lambda table: table.update(interrupted=True),
+    ],
+)
+def test_journals_with_other_counts_are_refused(tmp_path: Path, change: Any) -> None:
+    """Counts that could be, but were not made: no schema tells them from others."""
+    mutants.counted(tmp_path / "x", mutants.DATA[:2])
+    meta = container.read(tmp_path / "x").meta
+    change(meta["influence"])
+    schemas.JOURNALS["influence"](meta)
+    container.write(tmp_path / "x", "influence", meta, {})
+    before = (tmp_path / "x").read_bytes()
+    with pytest.raises(GradtraceError, match=r"x was changed since it was written.*delete it"):
+        mutants.counted(tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == before
+
+
 # Views -------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,9 @@ A single process writes one file. Each of several writes its own counts to a fil
 Tables are added exactly, so a run may continue with any number of processes.
 
 A file stores the settings, the identity of the model, its weights and the loss function, and a
-digest of each batch. If one of these differs, an error is raised and the file is not changed.
+digest of each batch. If one of these differs, an error is raised and the file is not changed. A
+further digest is of all of them and the table: counts that were edited, which can be as plausible
+as those that were made, are not added to, even if the checksum of the file was made right again.
 """
 
 from __future__ import annotations
@@ -174,7 +176,8 @@ class CheckpointFiles:
     def _write(self, path: Path, counted: PartialResult) -> None:
         assert self.identity is not None
         meta = {"settings": self.settings, "identity": asdict(self.identity)}
-        container.write(path, self.kind, {**meta, self.kind: None, **counted.to_dict()}, {})
+        meta |= {self.kind: None, **counted.to_dict()}
+        container.write(path, self.kind, {**meta, "digest": container.digest(meta)}, {})
 
     def _read(self, path: Path) -> PartialResult:
         if not path.exists():
@@ -186,10 +189,15 @@ class CheckpointFiles:
                 f"{path} was made with another {' and '.join(changed) or 'setting'}; "
                 f"{START_OVER_HINT}"
             )
-        if "identity" not in meta:
+        if not {"identity", "digest"} <= meta.keys():
             raise GradtraceError(
                 f"{path} was written by an older gradtrace, which did not note its model and its "
                 f"data; {START_OVER_HINT}"
+            )
+        if meta.pop("digest") != container.digest(meta):
+            raise GradtraceError(
+                f"{path} was changed since it was written, so what it counts cannot be trusted; "
+                f"{START_OVER_HINT}"
             )
         assert self.identity is not None
         changed = RunIdentity(**meta["identity"]).differences(self.identity, self.names)

@@ -56,7 +56,7 @@ from gradtrace.io.validation import (
     unfit,
 )
 
-__all__ = ["BadFile", "Contents", "NoFile", "kind_of", "put", "read", "write"]
+__all__ = ["BadFile", "Contents", "NoFile", "digest", "kind_of", "put", "read", "write"]
 
 SCHEMA = 2
 """Version of the documents written here. In version 1, traces have no view (see ``report``)."""
@@ -260,6 +260,11 @@ def _document(kind: str, meta: Mapping[str, Any], names: dict[str, str]) -> str:
         "meta": _encoded(dict(meta)),
     }
     return json.dumps(document, allow_nan=False, separators=(",", ":"))
+
+
+def digest(meta: Mapping[str, Any]) -> str:
+    """The SHA-256 of metadata: the same for what is written and for what is read of it."""
+    return sha256(json.dumps(_encoded(meta), sort_keys=True).encode()).hexdigest()
 
 
 def _encoded(value: object, depth: int = 0) -> object:

@@ -373,11 +373,12 @@ def _journal(kind: str, table: Schema) -> Schema:
     """The schema of checkpoints with tables of one kind."""
     fields = {kind: maybe(table), "batches": mapping(_batches, 100_000, key=_loader)}
     identity = record(**{name: text(10**8) for name in _identity})
-    whole = each_of(including(identity=identity, **fields), partial(_counted, kind))
+    fields |= {"identity": identity, "digest": text(64)}
+    whole = each_of(including(**fields), partial(_counted, kind))
 
     def unless_older(meta: Mapping[str, Any]) -> None:
-        """Older checkpoints have no identity; nothing but their settings is used."""
-        if "identity" in meta:
+        """Older checkpoints have no digest; nothing but their settings is used."""
+        if "digest" in meta:
             whole(meta)
 
     return each_of(including(settings=_settings), unless_older)
