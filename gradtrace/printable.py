@@ -9,6 +9,7 @@ and the command line's ``printing`` for everything that is printed.
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 HIDDEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
 """Unicode categories that are shown as escapes: C0 and C1 controls, format characters (bidi marks
@@ -28,3 +29,14 @@ def printable(text: object) -> str:
         char.encode("unicode_escape").decode() if unicodedata.category(char) in HIDDEN else char
         for char in text
     )
+
+
+def listed(names: Iterable[str], most: int = 3, between: str = ", ") -> str:
+    """The first ``most`` names, and how many more there are.
+
+    >>> listed("abcd"), listed("ab"), listed("abc", 2, "; ")
+    ('a, b, c and 1 more', 'a, b', 'a; b and 1 more')
+    """
+    names = [*names]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return between.join(names[:most]) + more

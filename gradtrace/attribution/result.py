@@ -16,7 +16,7 @@ from gradtrace.attribution.token_scores import Recording, TokenScore, token_rows
 from gradtrace.components.components import Components
 from gradtrace.components.module_parts import ProgramPlaces
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.paths.paths import Paths
 from gradtrace.printable import printable
 from gradtrace.trace import Trace
@@ -29,7 +29,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Attribution(Tabular):
+class Attribution(RowSequence[TokenScore], Tabular):
     """How much each element of the inputs moves a scalar f: ``score = ∂f/∂x · (x - baseline)``.
 
     ``scores`` has them by input, in float64, with the input's shape; ``rows`` are summed over the
@@ -52,12 +52,6 @@ class Attribution(Tabular):
     recordings: Callable[[], Iterator[Recording]] | None = field(
         default=None, repr=False, compare=False
     )
-
-    def __iter__(self) -> Iterator[TokenScore]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def total(self) -> float:

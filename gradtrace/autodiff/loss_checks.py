@@ -23,6 +23,7 @@ from gradtrace.autodiff.nodes import ACCUMULATE, Node, edges_of, root_of, sequen
 from gradtrace.autodiff.pass_scope import own_work, paused
 from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
+from gradtrace.printable import listed
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.dtensor import is_dtensor
 from gradtrace.pytorch.fsdp import STATES, all_gathered, freed_leaf
@@ -248,9 +249,8 @@ def unseen_modules(
             found[owner] = None
     if not found:
         return ()
-    named = ", ".join(list(found)[:3]) + (f" and {len(found) - 3:,} more" if len(found) > 3 else "")
     return (
-        f"{named}: parameters are used, but no call of the module could be seen, so these "
+        f"{listed(found)}: parameters are used, but no call of the module could be seen, so these "
         "operators belong to the module that was running",
     )
 

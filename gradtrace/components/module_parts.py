@@ -28,7 +28,7 @@ from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.errors import UnknownName
 from gradtrace.ir.program import HOOKS, Block, Program
 from gradtrace.linops.gather import Index, Slot
-from gradtrace.pytorch.wrapped_modules import user_class
+from gradtrace.pytorch.wrapped_modules import join, user_class
 from gradtrace.types import Shape
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -148,7 +148,7 @@ class ProgramPlaces:
     def children(self, name: str) -> Parts:
         """The entries of a list of modules."""
         keys = self.modules[name]._modules
-        return {child: self.whole_module(child) for child in (_join(name, key) for key in keys)}
+        return {child: self.whole_module(child) for child in (join(name, key) for key in keys)}
 
 
 class ModuleParts(ProgramPlaces):
@@ -273,7 +273,7 @@ class ModuleParts(ProgramPlaces):
         """The products with each slice of stacked weights; none if they are not all understood."""
         owns = self.whole_module(name).owns
         parts = {f"{name} expert {n}".lstrip(): Part(owns=owns) for n in range(count)}
-        wanted = {_join(name, key) for key in keys}
+        wanted = {join(name, key) for key in keys}
         values = [v for v, first in self.names.items() if wanted & {first, *self.leaves[first]}]
         pending: list[tuple[int, int | None]] = [(value, None) for value in values]
         while pending:
@@ -357,7 +357,7 @@ class ModuleParts(ProgramPlaces):
             if len(module) < (2 if isinstance(module, nn.Sequential) else 1):
                 continue
             same = len({user_class(child) for child in module}) == 1
-            reached = any(_join(name, key) in self.inside for key in module._modules)
+            reached = any(join(name, key) in self.inside for key in module._modules)
             inner = any(_within(name, other) for other in found)
             if same and reached and not inner and _last(name) not in ("experts", "heads"):
                 found[name] = self.children(name)
@@ -427,7 +427,7 @@ class ModuleParts(ProgramPlaces):
         """The products with recurrent weights, each with the name of these and its time step."""
         found: dict[int, tuple[str, int]] = {}
         for value, first in self.names.items():
-            names = [n for n in {first, *self.leaves[first]} if n.startswith(_join(name, ""))]
+            names = [n for n in {first, *self.leaves[first]} if n.startswith(join(name, ""))]
             if not any(_last(n).startswith("weight_hh_l") for n in names):
                 continue
             numbers = sorted(self._multiplied(value), reverse=True)  # the first step first
@@ -475,10 +475,6 @@ def _executed(place: tuple[str, int]) -> tuple[str, int]:
     """The order in which time steps of one layer and direction were computed."""
     weights, time = place
     return weights, -time if weights.endswith("_reverse") else time
-
-
-def _join(module: str, key: str) -> str:
-    return f"{module}.{key}" if module else key
 
 
 def _last(name: str) -> str:

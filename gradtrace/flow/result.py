@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gradtrace.errors import UnknownName
 from gradtrace.io import schemas
 from gradtrace.io.strict_json import json_value
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.io.validation import check_read
 from gradtrace.printable import printable
 
@@ -96,7 +96,7 @@ BY_CALL = ("calls", "first", "last")
 
 
 @dataclass(frozen=True, repr=False)
-class Flow(Tabular):
+class Flow(RowSequence[ModuleFlow], Tabular):
     """The gradient along depth: ``profile`` has a level for each depth, from the loss on, ``rows``
     one row per module, nearest to the loss first, ``findings`` the diagnosis in sentences.
     """
@@ -116,12 +116,6 @@ class Flow(Tabular):
                 return row
         known = ", ".join(repr(row.module) for row in self.rows[:8])
         raise UnknownName(f"no module {module!r} made operators of this loss; there are {known}")
-
-    def __iter__(self) -> Iterator[ModuleFlow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def table(self) -> TextTable:
         """One row per module, with the verdict below."""
@@ -155,7 +149,6 @@ class Flow(Tabular):
         Returns:
             The flow.
         """
-        check_read(schemas.FLOW, data, "flow")
         check_read(schemas.FLOW, data, "flow")
         return cls(
             tuple(Level(**_parsed(level)) for level in data["profile"]),

@@ -25,7 +25,7 @@ from gradtrace.graphs.tuning import (
     TOOLTIP_MAX_ARGUMENTS,
     TOOLTIP_MAX_CHARS,
 )
-from gradtrace.printable import printable
+from gradtrace.printable import listed, printable
 
 STYLE = """
 .gradtrace-graph{font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
@@ -201,7 +201,6 @@ def _vertex(operator: Operator, rank: int, again: set[str]) -> Vertex:
     tooltip has the full text of what is shortened, and the operator's index.
     """
     shapes = [str(shape) for shape in operator.shapes]
-    more = f" and {len(shapes) - LISTED_MAX} more" if len(shapes) > LISTED_MAX else ""
     if operator.leaf is None:
         name, kind = _short(operator.name), "root" if rank == 0 else "operator"
         what = f"operator {operator.index}"
@@ -209,7 +208,7 @@ def _vertex(operator: Operator, rank: int, again: set[str]) -> Vertex:
         name, kind, what = " = ".join(operator.names or (operator.leaf,)), "leaf", "leaf"
     lines = [
         TextLine("name", _brief(name, NAME_MAX_CHARS), 13),
-        TextLine("shape", ", ".join(shapes[:LISTED_MAX]) + more, 11),
+        TextLine("shape", listed(shapes, LISTED_MAX), 11),
     ]
     tooltip = [f"{name} ({what})", f"shape {', '.join(shapes)}"]
     if operator.module:

@@ -12,12 +12,12 @@ encoder  12,345  75.0%
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import import_module
-from math import floor, isfinite, log10, nan
-from typing import Any, Literal, TypeVar
+from math import floor, isfinite, isnan, log10, nan
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, needs
 from gradtrace.io import plotting
@@ -158,6 +158,50 @@ class Tabular(Shown):
         if by is None:
             return self._picked(self._shown()[:n])
         return self._picked(_ranked(self._row_table(), by, True, magnitude=True)[:n])
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R")
+N = TypeVar("N", bound=_Named)
+
+
+class RowSequence(Generic[R]):
+    """Rows one after another."""
+
+    __slots__ = ()
+    rows: tuple[R, ...]
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class ComponentRows(RowSequence[N]):
+    """A row for each component, found by its name."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> N:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise UnknownName(f"no component {name!r} in this table{did_you_mean(name, self.names)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the components."""
+        return tuple(row.name for row in self.rows)
+
+
+def known(x: float) -> float | None:
+    """A number for a table, which has none for nan."""
+    return None if isnan(x) else x
 
 
 class Summarised(Shown):

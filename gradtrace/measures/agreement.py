@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gradtrace.components.components import ComponentSelection
-from gradtrace.errors import UnknownName, did_you_mean
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable, known
 from gradtrace.paths.path_forest import PathForest
 from gradtrace.paths.paths import path_provenance
 from gradtrace.tracing.counting import count_followed
@@ -75,7 +74,7 @@ class ComponentShares:
 
 
 @dataclass(frozen=True)
-class Agreement(Tabular):
+class Agreement(ComponentRows[ComponentShares], Tabular):
     """How far the rules agree, over the same sample of elements.
 
     ``same_path`` is, for each two rules, the share of elements for which both find the identical
@@ -104,12 +103,6 @@ class Agreement(Tabular):
         """
         return tuple(row for row in self.rows if row.contradicts)
 
-    def __getitem__(self, name: str) -> ComponentShares:
-        known = {row.name: row for row in self.rows}
-        if name not in known:
-            raise UnknownName(f"no component {name!r} in this table{did_you_mean(name, known)}")
-        return known[name]
-
     # Display -------------------------------------------------------------------------------------
 
     def warning(self) -> str:
@@ -132,7 +125,7 @@ class Agreement(Tabular):
         shares = (TextColumn(rule, "share") for rule in self.rules)
         columns = (TextColumn("component"), *shares, TextColumn("difference", "share"))
         rows = tuple(
-            (row.name, *(_known(row.shares[rule]) for rule in self.rules), _known(row.difference))
+            (row.name, *(known(row.shares[rule]) for rule in self.rules), known(row.difference))
             for row in self.rows
         )
         title = f"Agreement of rules ({self.elements:,} elements)"
@@ -170,10 +163,6 @@ def _rows(
     found = [ComponentShares(n, {rule: by[n] for rule, by in tables.items()}) for n in names]
     found.sort(key=lambda row: 0.0 if isnan(row.difference) else -1 - row.difference)
     return tuple(found)
-
-
-def _known(share: float) -> float | None:
-    return None if isnan(share) else share
 
 
 # Measuring ----------------------------------------------------------------------------------------

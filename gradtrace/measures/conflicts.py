@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradtrace.autodiff.names import enclosing, unused
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
-from gradtrace.io.table import Tabular, TextColumn, TextTable
-from gradtrace.printable import printable
+from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
+from gradtrace.printable import listed, printable
 
 WHOLE = "(all)"
 """The name of the row over all parameters."""
@@ -94,7 +94,7 @@ class ConflictRow:
 
 
 @dataclass(frozen=True)
-class Conflicts(Tabular):
+class Conflicts(RowSequence[ConflictRow], Tabular):
     """How the gradients of several terms agree: for each module (with its submodules) the norm of
     each term's gradient, the cosine of each pair, and who wins.
 
@@ -112,12 +112,6 @@ class Conflicts(Tabular):
     rows: tuple[ConflictRow, ...]
     parameters: tuple[ConflictRow, ...] = field(repr=False)
     kind: str = "module"
-
-    def __iter__(self) -> Iterator[ConflictRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, module: str) -> ConflictRow:
         """The row of a module or parameter."""
@@ -271,7 +265,7 @@ class Conflicts(Tabular):
         return TextColumn(self.kind), TextColumn("elements", "count")
 
     def _title(self) -> str:
-        names = _listed(self.terms, MOST_COLUMNS)
+        names = listed(self.terms, MOST_COLUMNS)
         return f"Gradients of {len(self.terms)} terms: {names}"
 
     def _won(self, row: ConflictRow) -> tuple[object, object]:
@@ -303,7 +297,7 @@ class Conflicts(Tabular):
         against = self._against()
         if against:
             words = [f"{a} and {b} in {name} ({cosine:.2f})" for cosine, a, b, name in against]
-            found.append(f"these pull against each other: {_listed(words)}")
+            found.append(f"these pull against each other: {listed(words)}")
         whole = self._row(None)
         norms = {term: whole.norm(n) for n, term in enumerate(self.terms)}
         low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
@@ -323,7 +317,7 @@ class Conflicts(Tabular):
             outer = [r.name for r in rows if r.name in names and not names & {*enclosing(r.name)}]
             if outer:
                 verb = "gives" if who == "no term" else "give"
-                yield f"{who} {verb} {_listed(outer)} a gradient"
+                yield f"{who} {verb} {listed(outer)} a gradient"
 
     def _against(self) -> list[tuple[float, str, str, str]]:
         """The lowest cosine of each row that is below ``AGAINST``, with its terms, lowest first."""
@@ -452,11 +446,6 @@ def _cosines(row: ConflictRow) -> Tensor:
 
 def _shown(x: float) -> float | None:
     return x if isfinite(x) else None
-
-
-def _listed(names: Sequence[str], most: int = MOST_WORDS) -> str:
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 # Checks ------------------------------------------------------------------------------------------

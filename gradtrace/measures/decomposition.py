@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from math import isnan, nan, sqrt
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean
+from gradtrace.errors import GradtraceError, check_mergeable
 from gradtrace.io import schemas
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable, known
 from gradtrace.io.validation import check_read
 from gradtrace.measures.through import ThroughSource
-from gradtrace.printable import printable
+from gradtrace.printable import listed, printable
 from gradtrace.tracing.moments import NOTHING, Moments, loss_count
 
 AGAINST = -0.2
@@ -119,7 +118,7 @@ def _ratio(dot: float, first: float, second: float) -> float:
 
 
 @dataclass(frozen=True)
-class Decomposition(Tabular):
+class Decomposition(ComponentRows[ComponentPart], Tabular):
     """The gradient through each component C: the sum over all paths that pass C at least once.
 
     ``g = g_C + (g - g_C)``, exactly and with signs. ``shares`` are ⟨g_C, g⟩ / ⟨g, g⟩ over the
@@ -141,21 +140,6 @@ class Decomposition(Tabular):
     notes: tuple[str, ...] = ()
     source: ThroughSource | None = field(default=None, repr=False, compare=False)
     interrupted: bool = False
-
-    def __getitem__(self, name: str) -> ComponentPart:
-        for each in self.rows:
-            if each.name == name:
-                return each
-        raise UnknownName(
-            f"no component {name!r} in this decomposition"
-            f"{did_you_mean(str(name), (each.name for each in self.rows))}"
-        )
-
-    def __iter__(self) -> Iterator[ComponentPart]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "source": None}  # a trace cannot be pickled
@@ -285,10 +269,10 @@ class Decomposition(Tabular):
         rows = tuple(
             (
                 each.name,
-                _shown(each.whole.share),
-                *([_shown(each.whole.error(self.pairs))] if many else []),
-                _shown(each.contested.share),
-                _shown(each.cosine),
+                known(each.whole.share),
+                *([known(each.whole.error(self.pairs))] if many else []),
+                known(each.contested.share),
+                known(each.cosine),
                 *(each.norms if each.leaves else (None, None)),
                 len(each.leaves),
                 each.own,
@@ -359,7 +343,7 @@ class Decomposition(Tabular):
             for second in names[n + 1 :]:
                 found = self.products.get((first, second)) or self.products.get((second, first))
                 cosine = nan if found is None else found.cosine
-                rows.append((first, second, _shown(cosine), _words_of(found)))
+                rows.append((first, second, known(cosine), _words_of(found)))
         return TextTable("Cosines of gradients through two components", columns, tuple(rows))
 
     def remarks(self) -> list[str]:
@@ -369,7 +353,7 @@ class Decomposition(Tabular):
         found = []
         none = [each.name for each in self.rows if not each.leaves]
         if none:
-            found.append(f"no path from a leaf outside can pass {_listed(none)}")
+            found.append(f"no path from a leaf outside can pass {listed(none)}")
         overlap = [f"{a} and {b}" for (a, b), p in pairs.items() if p.overlap]
         total = sum(each.whole.share for each in self.rows if each.leaves)
         if overlap and not abs(total - 1) < WHOLE_SHARE:  # experts of a grouped product make 100%
@@ -377,21 +361,19 @@ class Decomposition(Tabular):
             own = "each is of the gradient of its own leaves, and " if differ else ""
             found.append(
                 f"shares add up to {total:.1%}, and need not make 100%: {own}a path that passes "
-                f"two of these ({_listed(overlap, 1)}) counts in both, one that passes none in none"
+                f"two of these ({listed(overlap, 1)}) counts in both, one that passes none in none"
             )
         always = [e.name for e in self.rows if e.whole.share == 1 and isnan(e.contested.share)]
         if always:
-            found.append(f"no path has another way than through {_listed(always)}: 100% of course")
+            found.append(f"no path has another way than through {listed(always)}: 100% of course")
         negative = [each.name for each in self.rows if each.whole.share < 0]
         if negative:
-            found.append(
-                f"what comes through {_listed(negative)} points against the whole gradient"
-            )
+            found.append(f"what comes through {listed(negative)} points against the whole gradient")
         apart = {key: p.cosine for key, p in pairs.items() if not p.overlap}
         against = sorted((c, *key) for key, c in apart.items() if c < AGAINST)
         if against:
             words = [f"{a} and {b} (cosine {cosine:.2f})" for cosine, a, b in against]
-            found.append(f"these pull against each other: {_listed(words)}")
+            found.append(f"these pull against each other: {listed(words)}")
         return found
 
     # Storage --------------------------------------------------------------------------------------
@@ -404,8 +386,8 @@ class Decomposition(Tabular):
                     "name": row.name,
                     "own": row.own,
                     "leaves": list(row.leaves),
-                    "whole": [[f.numerator, f.denominator] for f in row.whole.parts()],
-                    "contested": [[f.numerator, f.denominator] for f in row.contested.parts()],
+                    "whole": row.whole.to_json(),
+                    "contested": row.contested.to_json(),
                     "through": row.through,
                 }
                 for row in self.rows
@@ -426,8 +408,8 @@ class Decomposition(Tabular):
                 str(row["name"]),
                 int(row["own"]),
                 tuple(row["leaves"]),
-                Moments(*(Fraction(*pair) for pair in row["whole"])),
-                Moments(*(Fraction(*pair) for pair in row["contested"])),
+                Moments.from_json(row["whole"]),
+                Moments.from_json(row["contested"]),
                 float(row["through"]),
             )
             for row in data["rows"]
@@ -474,7 +456,7 @@ def _merged(first: Decomposition, second: Decomposition) -> Decomposition:
 def _measures(part: LeafPart) -> tuple[object, ...]:
     share = part.dot / part.size if part.size else nan
     cosine = _ratio(part.dot, part.through, part.size)
-    return _shown(share), _shown(cosine), sqrt(part.through), sqrt(part.size)
+    return known(share), known(cosine), sqrt(part.through), sqrt(part.size)
 
 
 def _words_of(found: Products | None) -> str:
@@ -485,13 +467,3 @@ def _words_of(found: Products | None) -> str:
     words = "against each other" if found.cosine < AGAINST else "neither way"
     words = "the same way" if found.cosine > -AGAINST else words
     return f"{words}; a path may pass both" if found.overlap else words
-
-
-def _shown(x: float) -> float | None:
-    return None if isnan(x) else x
-
-
-def _listed(names: Iterable[str], most: int = MOST_WORDS) -> str:
-    names = list(names)
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"

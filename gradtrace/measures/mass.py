@@ -17,14 +17,8 @@ from torch import Tensor
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, ComponentSelection, impossible
-from gradtrace.errors import (
-    GradtraceError,
-    NonFinite,
-    UnknownName,
-    check_mergeable,
-    did_you_mean,
-)
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.errors import GradtraceError, NonFinite, check_mergeable
+from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable, known
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries
 from gradtrace.ir.program import Program
@@ -38,18 +32,17 @@ from gradtrace.paths.path_mass import (
     BackwardMass,
     PathMass,
     SumLayout,
-    as_float,
     leading_to_leaves,
     leaf_tails,
     path_masses,
     run_ahead,
 )
-from gradtrace.printable import printable
+from gradtrace.printable import listed, printable
 from gradtrace.semirings import Abs, Semiring
 from gradtrace.semirings.lifted import LiftedAbs
 from gradtrace.semirings.logarithmic import LogAbs
 from gradtrace.tracing.counting import chosen_components
-from gradtrace.tracing.moments import NOTHING, Moments, in_units, loss_count
+from gradtrace.tracing.moments import NOTHING, Moments, as_float, in_units, loss_count
 from gradtrace.tracing.traced_program import TracedProgram
 
 NO_REST = "as much as the gradient: nothing cancels"
@@ -90,7 +83,7 @@ class MassRow:
 
 
 @dataclass(frozen=True)
-class Mass(Tabular):
+class Mass(ComponentRows[MassRow], Tabular):
     """A table of components: how much of the mass of all paths passes through each.
 
     The mass of a path is ``|weight|**p``, the weight being the product of the derivatives along
@@ -114,23 +107,6 @@ class Mass(Tabular):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "size": self.gradient, "source": None}
-
-    def __getitem__(self, name: str) -> MassRow:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise UnknownName(f"no component {name!r} in this table{did_you_mean(name, self.names)}")
-
-    def __iter__(self) -> Iterator[MassRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the components."""
-        return tuple(row.name for row in self.rows)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -205,7 +181,7 @@ class Mass(Tabular):
         rows = tuple(
             (
                 row.name,
-                None if isnan(row.share) else row.share,
+                known(row.share),
                 *([row.moments.error(self.pairs)] if many else []),
                 row.mass,
                 row.eligible,
@@ -230,7 +206,7 @@ class Mass(Tabular):
             )
         apart = [row.name for row in self.rows if not row.moments.e]
         if apart:
-            shown = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if apart[3:] else "")
+            shown = listed(apart)
             words.append(
                 f"no path of a leaf outside it can pass through {shown} with a weight other than 0"
             )

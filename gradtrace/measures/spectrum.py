@@ -6,17 +6,17 @@ so a spectrum costs about as many passes as there are grades.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import isnan, nan
+from math import nan
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.io.table import Summarised, TextColumn, TextTable
+from gradtrace.io.table import RowSequence, Summarised, TextColumn, TextTable, known
 from gradtrace.ir import memory
 from gradtrace.ir.interpreter import is_move, value_of
 from gradtrace.ir.passes.residuals import residual_branches
@@ -26,10 +26,10 @@ from gradtrace.kernels import fetch_scalars
 from gradtrace.linops import column_sums, transposed
 from gradtrace.measures.mass import LOGARITHMS_FROM, checked_power
 from gradtrace.paths.masked_weights import finitely
-from gradtrace.paths.path_mass import SumLayout, as_float, leaf_tails
+from gradtrace.paths.path_mass import SumLayout, leaf_tails
 from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
-from gradtrace.tracing.moments import in_units
+from gradtrace.tracing.moments import as_float, in_units
 from gradtrace.tracing.traced_program import TracedProgram
 
 WHAT, REMEDY = "measuring a spectrum", "take the spectrum of one leaf: spectrum(of=name)"
@@ -52,7 +52,7 @@ class SpectrumRow:
 
 
 @dataclass(frozen=True)
-class Spectrum(Summarised):
+class Spectrum(RowSequence[SpectrumRow], Summarised):
     """Mass and gradient of all paths by ``"length"`` (operators on the path, a fused one counting
     as one) or by ``"branches"`` (residual branches taken: of ``x + f(x)`` the path through f).
 
@@ -68,12 +68,6 @@ class Spectrum(Summarised):
     of: str | None = None
     gradients: Mapping[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
     notes: tuple[str, ...] = ()
-
-    def __iter__(self) -> Iterator[SpectrumRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def masses(self) -> dict[int, float]:
@@ -104,7 +98,7 @@ class Spectrum(Summarised):
             TextColumn("mass", "number"),
         )
         rows = tuple(
-            (row.grade, _known(row.share), _known(row.gradient), row.mass) for row in self.rows
+            (row.grade, known(row.share), known(row.gradient), row.mass) for row in self.rows
         )
         of = f" of {self.of}" if self.of else ""
         return TextTable(f"Spectrum{of} by {self.by} (p = {self.p:g})", columns, rows, self.notes)
@@ -112,10 +106,6 @@ class Spectrum(Summarised):
     def __repr__(self) -> str:
         of = f", of={self.of!r}" if self.of else ""
         return printable(f"Spectrum(by={self.by!r}, {len(self.rows)} grades, p={self.p:g}{of})")
-
-
-def _known(share: float) -> float | None:
-    return None if isnan(share) else share
 
 
 def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spectrum:

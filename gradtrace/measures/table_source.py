@@ -13,6 +13,7 @@ from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
 from gradtrace.measures.agreement import PATH_RULES, warning_of
 from gradtrace.measures.measures import Measures
+from gradtrace.printable import listed
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.counting import Leaves, chosen_components, counted, selected
 from gradtrace.tracing.coverage import Coverage
@@ -85,12 +86,8 @@ class TraceSource:
         """The parameters that the loss does not depend on, in words; those of all leaves."""
         trace = self._measures()
         names = () if trace is None or self._of is not None else trace.silent
-        more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-        return (
-            f"No gradient: {', '.join(names[:NAMED])}{more}; watch.diagnose(loss) says why"
-            if names
-            else ""
-        )
+        some = f"No gradient: {listed(names, NAMED)}; watch.diagnose(loss) says why"
+        return some if names else ""
 
 
 @isolated()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from math import floor, frexp, inf, isfinite
 from typing import Any, NamedTuple
 
@@ -525,14 +524,6 @@ def _whole(
     above, below = number.as_integer_ratio()
     power = shift + exponent + sum(powers[n] for n in numbers)
     return above, power + 1 - below.bit_length()
-
-
-def as_float(exact: Fraction) -> float:
-    """The nearest float; infinite beyond their range."""
-    try:
-        return float(exact)
-    except OverflowError:
-        return inf
 
 
 def bits_of(mask: int) -> Iterator[int]:

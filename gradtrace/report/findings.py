@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradtrace.autodiff.names import enclosing
+from gradtrace.printable import listed
 from gradtrace.report.model import Diagnosis, Finding
 
 SEVERITIES = ("error", "warning", "note")
@@ -56,11 +57,10 @@ def undiagnosed(
 
 
 def _silent(module: str, names: Sequence[str], modules: Mapping[str, int]) -> Finding:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
     found = {
         "kind": "silent",
         "severity": "warning",
-        "title": f"no gradient: {', '.join(names[:NAMED])}{more}",
+        "title": f"no gradient: {listed(names, NAMED)}",
         "module": module,
         "parameters": names,
         "line": "",

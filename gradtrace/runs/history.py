@@ -512,7 +512,7 @@ def _unpacked(name: str, row: Sequence[Any], alternative: bool | None) -> Row:
     """The inverse of ``_packed``."""
     own, unreached, *sums = row
     if len(sums) == 2:
-        count, gradient = (Moments(*(Fraction(*pair) for pair in each)) for each in sums)
+        count, gradient = map(Moments.from_json, sums)
         return Row(name, own, unreached, count, gradient, alternative)
     t, e, gt, ge = map(float, sums[:4])
     count, gradient = Moments.of(t, e), Moments.of(gt, ge)

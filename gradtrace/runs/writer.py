@@ -153,8 +153,7 @@ def _packed(row: Row) -> list[Any]:
     both = row.count, row.gradient
     sums, errors = [_two_sums(m) for m in both], [_floats(m.sampling or ()) for m in both]
     if any(each is None for each in (*sums, *errors)):
-        full = ([[f.numerator, f.denominator] for f in m.numbers()] for m in both)
-        return [row.own, row.unreached, *full]
+        return [row.own, row.unreached, *(m.to_json() for m in both)]
     return [row.own, row.unreached, *chain.from_iterable(filter(None, (*sums, *errors)))]
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from math import isfinite, isnan, log2, nan
+from math import isfinite, log2, nan
 from typing import Any
 
 from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean
 from gradtrace.io import plotting, schemas
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable, known
 from gradtrace.io.validation import check_read
 from gradtrace.printable import printable
 from gradtrace.tracing.moments import NOTHING, Moments, loss_count
@@ -56,7 +55,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Choices(Tabular):
+class Choices(RowSequence[Choice], Tabular):
     """A table of forks and their branches: at each fork the shares of its branches add up to 1.
 
     A fork is an operator that joins branches (a sum, a concatenation, a product), or a tensor with
@@ -118,12 +117,6 @@ class Choices(Tabular):
             raise UnknownName(f"no fork {fork!r} in this table{did_you_mean(fork, self.forks)}")
         return replace(self, rows=rows)
 
-    def __iter__(self) -> Iterator[Choice]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def merge(self, *others: Choices) -> Choices:
         """The table over the losses of all tables, by paths; the same in any order.
 
@@ -176,7 +169,7 @@ class Choices(Tabular):
                 row.count.share if row.count.e else None,
                 *([row.count.error(self.pairs)] if many else []),
                 row.gradient.share if row.gradient.e else None,
-                *(_known(row.others.get(measure, nan)) for measure in more),
+                *(known(row.others.get(measure, nan)) for measure in more),
             )
             for row in self.rows
         )
@@ -197,8 +190,8 @@ class Choices(Tabular):
         """The names of the forks as they are printed: those between modules first, then those
         within one, each by information.
         """
-        known, between = self.information, {row.fork for row in self.rows if row.between}
-        return sorted(self.forks, key=lambda fork: (fork not in between, -known[fork]))
+        found, between = self.information, {row.fork for row in self.rows if row.between}
+        return sorted(self.forks, key=lambda fork: (fork not in between, -found[fork]))
 
     def _picked(self, order: Sequence[int]) -> Choices:
         return replace(self, rows=tuple(self.rows[n] for n in order), order="rows")
@@ -260,8 +253,8 @@ class Choices(Tabular):
             raise UnknownName(f"no column of shares {by!r}{did_you_mean(by, shares)}")
         columns = (table.column(name) for name in ("fork", "branch", by or shares[0]))
         for fork, branch, share in zip(*columns):
-            known = share if share is not None and isfinite(share) else nan
-            bars.setdefault(fork, []).append((branch, known))
+            number = share if share is not None and isfinite(share) else nan
+            bars.setdefault(fork, []).append((branch, number))
         return plotting.divided(bars, most, table.heading, ax)
 
     # Storage --------------------------------------------------------------------------------------
@@ -274,8 +267,8 @@ class Choices(Tabular):
                     "fork": row.fork,
                     "branch": row.branch,
                     "kind": row.kind,
-                    "count": [[f.numerator, f.denominator] for f in row.count.parts()],
-                    "gradient": [[f.numerator, f.denominator] for f in row.gradient.parts()],
+                    "count": row.count.to_json(),
+                    "gradient": row.gradient.to_json(),
                     "others": {name: x for name, x in row.others.items() if isfinite(x)},
                     "times": row.times,
                     "between": row.between,
@@ -303,8 +296,8 @@ class Choices(Tabular):
                 str(row["fork"]),
                 str(row["branch"]),
                 str(row["kind"]),
-                Moments(*(Fraction(*pair) for pair in row["count"])),
-                Moments(*(Fraction(*pair) for pair in row["gradient"])),
+                Moments.from_json(row["count"]),
+                Moments.from_json(row["gradient"]),
                 {str(name): float(x) for name, x in row["others"].items()},
                 int(row["times"]),
                 bool(row.get("between", False)),  # older files have none
@@ -312,10 +305,6 @@ class Choices(Tabular):
             for row in data["rows"]
         )
         return cls(rows, int(data["pairs"]), str(data["rule"]), tuple(data["notes"]))
-
-
-def _known(share: float) -> float | None:
-    return None if isnan(share) else share
 
 
 def _key(row: Choice) -> tuple[str, str, str]:

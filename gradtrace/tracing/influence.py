@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from itertools import count
 from math import log2
 from typing import Any, Literal, Protocol
@@ -15,13 +14,12 @@ from gradtrace.errors import (
     GradtraceError,
     UnknownName,
     check_mergeable,
-    did_you_mean,
     not_one_of,
 )
 from gradtrace.io import schemas
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable
 from gradtrace.io.validation import check_read
-from gradtrace.printable import printable
+from gradtrace.printable import listed, printable
 from gradtrace.tracing.choices import Choice, Choices
 from gradtrace.tracing.coverage import Coverage, combined
 from gradtrace.tracing.moments import NOTHING, loss_count
@@ -102,7 +100,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Influence(Tabular):
+class Influence(ComponentRows[Row], Tabular):
     """A table of components.
 
     ``eligible`` is the number of parameter elements outside a component that could pass through it:
@@ -159,18 +157,6 @@ class Influence(Tabular):
         """The names of the components."""
         later = self.__dict__.get("_later")
         return tuple(later[0]) if later else tuple(row.name for row in self.rows)
-
-    def __getitem__(self, name: str) -> Row:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise UnknownName(f"no component {name!r} in this table{did_you_mean(name, self.names)}")
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -322,8 +308,7 @@ class Influence(Tabular):
     def _impassable(self) -> list[str]:
         """Which components no path can pass, of those without parameters that could."""
         none = [r.name for r in self.rows if not (r.count.e or r.unreached or r.own)]
-        more = f" and {len(none) - 3} more" if none[3:] else ""
-        return [f"no path from a leaf can pass {', '.join(none[:3])}{more}"] if none else []
+        return [f"no path from a leaf can pass {listed(none)}"] if none else []
 
     def _inside(self) -> list[str]:
         """Why a module may have a larger share than the one that it is in, if one has."""
@@ -397,8 +382,8 @@ class Influence(Tabular):
                     "name": row.name,
                     "own": row.own,
                     "unreached": row.unreached,
-                    "count": [[f.numerator, f.denominator] for f in row.count.numbers()],
-                    "gradient": [[f.numerator, f.denominator] for f in row.gradient.numbers()],
+                    "count": row.count.to_json(),
+                    "gradient": row.gradient.to_json(),
                     **({} if row.alternative is None else {"alternative": row.alternative}),
                 }
                 for row in self.rows
@@ -427,8 +412,8 @@ class Influence(Tabular):
                 str(row["name"]),
                 int(row["own"]),
                 int(row["unreached"]),
-                Moments(*(Fraction(*pair) for pair in row["count"])),
-                Moments(*(Fraction(*pair) for pair in row["gradient"])),
+                Moments.from_json(row["count"]),
+                Moments.from_json(row["gradient"]),
                 row.get("alternative"),
             )
             for row in data["rows"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from threading import Lock
@@ -26,7 +26,7 @@ from gradtrace.components.components import (
     ComponentSelection,
 )
 from gradtrace.components.series import alternatives
-from gradtrace.io.table import Tabular, TextColumn, TextTable
+from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.ir.optimise import optimise
 from gradtrace.ir.passes.entries import Entries, bits_by_component
 from gradtrace.ir.passes.provenance import NO_COMPONENTS, ProvenanceBounds, analyse_provenance
@@ -262,7 +262,7 @@ class PlanRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plans(Tabular):
+class Plans(RowSequence[PlanRow], Tabular):
     """The plans that are kept, the most recently used first; see ``gradtrace.plans``."""
 
     rows: tuple[PlanRow, ...]
@@ -273,12 +273,6 @@ class Plans(Tabular):
     def bytes(self) -> int:
         """The memory that all of them take."""
         return sum(row.bytes for row in self.rows)
-
-    def __iter__(self) -> Iterator[PlanRow]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def table(self) -> TextTable:
         """One row for each structure."""
@@ -294,12 +288,6 @@ class Plans(Tabular):
         """Forget all plans and recordings, and how often they were used."""
         KEPT.clear()
         RECORDINGS.clear()
-
-    def __str__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 class PlanCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from math import inf, nan, sqrt
 from typing import NamedTuple, TypeAlias
@@ -143,6 +143,15 @@ class Moments:
         """The arguments of ``Moments``: the five sums, and five more if elements were sampled."""
         return self.parts() + (self.sampling or ())
 
+    def to_json(self) -> list[list[int]]:
+        """``numbers`` as [numerator, denominator]."""
+        return [[number.numerator, number.denominator] for number in self.numbers()]
+
+    @classmethod
+    def from_json(cls, pairs: Iterable[Sequence[int]]) -> Moments:
+        """The inverse of ``to_json``."""
+        return cls(*(Fraction(*pair) for pair in pairs))
+
     @property
     def t(self) -> Fraction:
         """``Σt``."""
@@ -165,7 +174,7 @@ class Moments:
         return self.parts() if exact else self.numbers()
 
     def __repr__(self) -> str:
-        through, eligible = map(_rounded, (self.t, self.e))
+        through, eligible = map(as_float, (self.t, self.e))
         return f"Moments(through={through:.6g}, eligible={eligible:.6g}, share={self.share:.4g})"
 
     def __add__(self, other: Moments) -> Moments:
@@ -240,7 +249,8 @@ def loss_count(losses: int) -> str:
     return "1 loss" if losses == 1 else f"{losses:,} losses"
 
 
-def _rounded(number: Fraction) -> float:
+def as_float(number: Fraction) -> float:
+    """The nearest float; infinite beyond their range."""
     try:
         return float(number)
     except OverflowError:

@@ -16,6 +16,7 @@ from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.measures.conflicts import MOST_COLUMNS
+from gradtrace.printable import listed
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
@@ -141,7 +142,7 @@ def warn_of_silent(model: nn.Module, trace: Trace) -> None:
     trained = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
     silent = [name for name in trained if name not in reached]
     if silent:
-        shown = ", ".join(silent[:4]) + (f" and {len(silent) - 4:,} more" if silent[4:] else "")
+        shown = listed(silent, 4)
         caution(
             f"{len(silent):,} of {len(trained):,} parameters get no gradient in this step: {shown}."
             " To see why: with gt.watch(model, diagnose=True) as watch: ...; "
