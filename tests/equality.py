@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from leaves import traced_leaves
+from leaves import traced_leaves, with_ids
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -49,7 +49,6 @@ from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops import Normaliser
 from gradtrace.semirings import MAX
 from gradtrace.trace import Trace
-from gradtrace.tracing.traced_value import materialise
 
 DEVICE = torch.device(os.environ.get("GRADTRACE_DEVICE", "cpu"))
 SPARSE = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
@@ -202,7 +201,7 @@ def outcome(trace: Trace, marks: ComponentBits, kinds: dict[int, int], paths: in
         here = dataclasses.replace(trace, rule=rule)
         with torch.no_grad():
             for found in traced_leaves(program, rule, marks):
-                state = materialise(found.state).with_provenance()
+                state = with_ids(found.state)
                 assert state.ids is not None
                 ids = [kinds.setdefault(mark, len(kinds)) for mark in state.provenance.sets()]
                 table = torch.tensor(ids, device=state.ids.device)

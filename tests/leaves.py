@@ -9,7 +9,9 @@ from gradtrace.ir.passes.provenance import NO_COMPONENTS, ComponentBits, Provena
 from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.plan import NO_LIMIT, Storage
 from gradtrace.ir.program import Program
+from gradtrace.kernels import backend_of
 from gradtrace.tracing.executor import TracedLeaf, execute
+from gradtrace.tracing.traced_value import TracedValue, materialise
 
 
 def traced_leaves(
@@ -21,4 +23,13 @@ def traced_leaves(
 ) -> Iterator[TracedLeaf]:
     """The leaves of one loss, in the order they are complete."""
     request = Request(rule, components, gradients=rule != "viterbi", bounds=bounds)
-    return execute(optimise(program, request, storage), program.constants)
+    plan = optimise(program, request, storage)
+    return execute(plan, program.constants, backend_of(program.seed))
+
+
+def with_ids(state: TracedValue) -> TracedValue:
+    """With the value, and a provenance id for each element."""
+    backend = backend_of(
+        next(x for x in (state.value, *(p.x for p in state.parts)) if x is not None)
+    )
+    return materialise(state, backend).with_provenance(backend)

@@ -10,10 +10,11 @@ from operator import or_
 import numpy as np
 import pytest
 import torch
+from backends import CPU
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradtrace.kernels import Reference, cpu_library
+from gradtrace.kernels import Reference, backend_of, cpu_library
 from gradtrace.tracing import aggregate
 from gradtrace.tracing.aggregate import Counts, Groups, ListedGroups, Reach, grouped, groups_of
 from gradtrace.tracing.provenance import PackedSets, words_of
@@ -75,7 +76,7 @@ def plainly(
 
 def listed(found: list[Counts]) -> ListedGroups:
     """By the compiled library."""
-    here = grouped(found)
+    here = grouped(found, backend_of(CPU))
     assert isinstance(here, ListedGroups)
     return here
 
@@ -104,7 +105,9 @@ def test_groups_are_added_up(way: str, seed: int, leaves: int, pairs: int) -> No
         patch.setattr(Reference, "table_entries", entries)
         patch.setattr(aggregate, "SPARSE_WORDS_FACTOR", sparse)
         here = make(found)
-        eligible, through, unreached, finite = here.added(pairs, reach, order.tolist(), most, bits)
+        eligible, through, unreached, finite = here.added(
+            pairs, reach, order.tolist(), most, bits, backend_of(CPU)
+        )
     wanted = plainly(found, pairs, could[order], bits, most)
     assert np.array_equal(eligible, wanted[0])  # quarters: sums are exact in any order
     assert np.array_equal(through, wanted[1])
@@ -134,17 +137,19 @@ def test_leaves_that_share_tensors(seed: int, leaves: int, pairs: int) -> None:
     bits, reach = [1, 1 << 61 | 1 << 72], Reach(words_of([-1 & (1 << 300) - 1] * leaves), NOBODY)
     most, at = np.arange(leaves, dtype=float), list(range(leaves))
     for mine, wanted in zip(
-        grouped(shared).added(pairs, reach, at, most, bits),
-        groups_of(found).added(pairs, reach, at, most, bits),
+        grouped(shared, backend_of(CPU)).added(pairs, reach, at, most, bits, backend_of(CPU)),
+        groups_of(found).added(pairs, reach, at, most, bits, backend_of(CPU)),
     ):
         assert np.array_equal(mine, wanted)
 
 
-@pytest.mark.parametrize("make", [grouped, groups_of])
+@pytest.mark.parametrize("make", [lambda found: grouped(found, backend_of(CPU)), groups_of])
 def test_nothing_counted(make: Callable[[list[Counts]], Groups | ListedGroups]) -> None:
     here = make([])
     reach = Reach(np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.int64))
-    eligible, through, unreached, finite = here.added(2, reach, [], np.zeros(0), [1, 2, 4])
+    eligible, through, unreached, finite = here.added(
+        2, reach, [], np.zeros(0), [1, 2, 4], backend_of(CPU)
+    )
     assert eligible.shape == through.shape == (2, 3, 2)
     assert not eligible.any() and not through.any() and not unreached.any()
     assert finite

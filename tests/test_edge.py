@@ -12,7 +12,7 @@ import pytest
 import results
 import torch
 from bruteforce import ScalarGraph
-from leaves import traced_leaves
+from leaves import traced_leaves, with_ids
 from randomgraphs import build
 from thorough import THOROUGH, few
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from gradtrace.measures.agreement import PATH_RULES
 from gradtrace.paths.paths import path_provenance
 from gradtrace.recording import gradients
 from gradtrace.trace import Trace
-from gradtrace.tracing.traced_value import materialise
 
 GRAPHS, EACH = few(100, 2000), 50
 
@@ -195,7 +194,7 @@ def consistent(trace: Trace, entered: dict[int, int], storage: Storage | None = 
     wanted, at = path_provenance(forest, program, bits), 0
     for value, elements in starts.items():
         state = found[value].state._replace(value=found[value].gradient)
-        state = materialise(state).with_provenance()
+        state = with_ids(state)
         assert state.ids is not None
         sets = state.provenance.sets()
         mine = [sets[number] for number in state.ids.reshape(-1).tolist()]

@@ -22,6 +22,7 @@ from torch import Tensor
 from gradtrace import kernels
 from gradtrace.ir import memory
 from gradtrace.kernels import (
+    backend_of,
     cuda_half_products,
     cuda_launch,
     cuda_reduce,
@@ -503,7 +504,7 @@ def test_a_palette_is_looked_through_with_two_launches(emulator: Emulator) -> No
     """And with one, where nobody is left."""
     rows, numbers = tuple(1 | n % 500 << 60 for n in range(600)), devices.words(900, 601)
     for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1):
-        found, wanted = (do(compact, given, ProvenanceTable(rows, 2)) for do in (_done, plainly))
+        found, wanted = (do(_compacted, given, ProvenanceTable(rows, 2)) for do in (_done, plainly))
         assert torch.equal(found[0], wanted[0])
         assert (tuple(found[1].rows), found[1].extra) == (tuple(wanted[1].rows), wanted[1].extra)
     assert emulator.launches == ["used", "renumber"] * 3 + ["used"]
@@ -523,16 +524,20 @@ def test_nobody_waits_for_marks_that_differ(
     whole = torch.arange(601, dtype=torch.int32)
     for given in (numbers, numbers.reshape(30, 30).mT, numbers % 2, numbers % 1, whole):
         emulator.launches.clear()
-        found, less = compact(given, provenance)
+        found, less = _compacted(given, provenance)
         assert emulator.launches == ["used", "close", "renumber"]
         assert not less.single and not read
-        wanted, fewer = plainly(compact, given, provenance)
+        wanted, fewer = plainly(_compacted, given, provenance)
         same = wanted.any()
         assert torch.equal(found, wanted)
         assert less.sets() == fewer.sets() if same else less.sets() == [0]
         assert len(less.rows) == len(less.sets()) - 1
         assert len(read) == 1
         read.clear()
+
+
+def _compacted(ids: Tensor, table: ProvenanceTable) -> tuple[Tensor, ProvenanceTable]:
+    return compact(ids, table, backend_of(ids))
 
 
 def _done(f: Callable[..., Any], *given: Any) -> Any:

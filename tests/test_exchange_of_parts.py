@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from backends import CPU
+from leaves import with_ids
 from torch import Tensor
 
 from gradtrace.ir.plan import Encoding, Form
+from gradtrace.kernels import backend_of
 from gradtrace.linops.across_ranks import RankGather
 from gradtrace.tracing.exchange import exchanged
 from gradtrace.tracing.provenance import ProvenanceTable
@@ -51,7 +54,9 @@ def together(states: list[TracedValue], form: Form, absolute: bool) -> list[Trac
 
     def run(rank: int) -> None:
         side: Any = Side(ranks, rank)
-        found[rank] = exchanged(RankGather(side, (2,)), states[rank], None, form, absolute)
+        found[rank] = exchanged(
+            RankGather(side, (2,)), states[rank], None, form, absolute, backend_of(CPU)
+        )
 
     threads = [Thread(target=run, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:
@@ -70,7 +75,7 @@ def part(values: list[float], ids: list[int] | None, sets: tuple[int, ...], powe
 
 def sets_of(state: TracedValue) -> list[int]:
     """The set of components of each element."""
-    ids = state.with_provenance().ids
+    ids = with_ids(state).ids
     assert ids is not None
     return [state.provenance.sets()[n] for n in ids.tolist()]
 

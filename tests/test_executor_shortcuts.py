@@ -11,7 +11,8 @@ from operator import add
 import devices
 import pytest
 import torch
-from backends import imitate_gpu
+from backends import CPU, imitate_gpu
+from leaves import with_ids
 from randomgraphs import build
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from gradtrace.api import program
 from gradtrace.ir.passes.tails import find_tails
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.ir.program import Program, Step
+from gradtrace.kernels import backend_of
 from gradtrace.linops import Contract, Identity, Index, Map, tiling
 from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
 from gradtrace.linops.gather import Slot
@@ -47,7 +49,7 @@ def numbers(*given: int) -> Tensor:
 def moved(
     state: TracedValue, map_: Map, dtype: torch.dtype, known: Tensor | None = None
 ) -> TracedValue:
-    return Greedy().through(map_, state, Form(Encoding.MOVED, dtype), known)
+    return Greedy(backend_of(CPU)).through(map_, state, Form(Encoding.MOVED, dtype), known)
 
 
 def test_what_becomes_0_by_rounding_keeps_its_path() -> None:
@@ -57,14 +59,14 @@ def test_what_becomes_0_by_rounding_keeps_its_path() -> None:
         found = moved(state, map_, torch.float16)
         assert found.value is not None and found.value.dtype is torch.float16
         assert found.value.reshape(-1).tolist() == [0.0, 0.0, 2.0]
-        assert found.with_provenance().ids.reshape(-1).tolist() == [1, 0, 1]  # type: ignore[union-attr]
+        assert with_ids(found).ids.reshape(-1).tolist() == [1, 0, 1]  # type: ignore[union-attr]
 
 
 def test_loose_numbers_stay_loose_where_the_dtype_stays() -> None:
     state = made(torch.tensor([1.0, 0.0]), numbers(1, 2), ProvenanceTable((1, 3)), (), True)
     found = moved(state, Index(lambda x: x.flip(0), (2,), (2,)), torch.float32)
     assert found.unmasked and found.ids is not None and found.ids.tolist() == [2, 1]
-    assert found.with_provenance().ids.tolist() == [0, 1]  # type: ignore[union-attr]
+    assert with_ids(found).ids.tolist() == [0, 1]  # type: ignore[union-attr]
 
 
 def test_a_gradient_that_is_known_is_taken() -> None:
@@ -96,14 +98,16 @@ def tiled(rule: str, rows: int = 2) -> TracedValue:
     order = tiling(maps)
     assert order == [0, 1]
     form = Form(Encoding.DENSE, torch.float32)
-    return concatenated(maps, [first, second], order, None, form, rule == "viterbi")
+    return concatenated(
+        maps, [first, second], order, None, form, rule == "viterbi", backend_of(CPU)
+    )
 
 
 @pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
 @pytest.mark.parametrize("rows", [2, COMPACT_ABOVE_ENTRIES])
 def test_tiles_have_the_marks_of_their_terms_but_for_zeros(rule: str, rows: int) -> None:
     found = tiled(rule, rows)
-    told = found.with_provenance().ids
+    told = with_ids(found).ids
     assert told is not None and told.dtype is torch.int32
     assert found.unmasked == (rule != "viterbi" and rows == 2)
     marks = found.provenance.sets()
@@ -182,6 +186,10 @@ def test_influence_is_that_of_comparing(
 # Zeros that something came to --------------------------------------------------------------------
 
 
+def _cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor | None:
+    return cancelled(parts, value, backend_of(value))
+
+
 def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.ones(2, 3)
     weight[:, 2] = 2.0
@@ -192,18 +200,18 @@ def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> 
     for waits in (False, True):
         imitate_gpu(monkeypatch, waits)
         with Waits(2 if waits else None):  # where they are, and whether something came there
-            found = cancelled((part,), value)
+            found = _cancelled((part,), value)
         assert found is not None and found.tolist() == wanted
         moved_part = part._replace(moves=(Index(lambda x: x.mT, (2, 3), (3, 2)),))
-        turned = cancelled((moved_part,), value.mT)
+        turned = _cancelled((moved_part,), value.mT)
         assert turned is not None and turned.mT.tolist() == wanted
-        assert cancelled((part, part._replace(x=-x)), torch.zeros(2, 3)) is None  # all are 0
+        assert _cancelled((part, part._replace(x=-x)), torch.zeros(2, 3)) is None  # all are 0
         ones, quiet = part._replace(x=torch.eye(2)), part._replace(x=torch.zeros(2, 2))
         three = quiet, ones, ones._replace(x=-ones.x)
-        missed = cancelled(three, torch.zeros(2, 3))
+        missed = _cancelled(three, torch.zeros(2, 3))
         assert missed is not None and bool(missed.all())
         with Waits(1 if waits else None):
-            assert cancelled((part._replace(x=torch.zeros(2, 2)),), torch.zeros(2, 3)) is None
+            assert _cancelled((part._replace(x=torch.zeros(2, 2)),), torch.zeros(2, 3)) is None
 
 
 # Values that only leaves are made of -------------------------------------------------------------

@@ -15,7 +15,7 @@ from test_aggregate import drawn
 from test_maps import KINDS
 
 from gradtrace.ir import memory
-from gradtrace.kernels import cuda_contraction, cuda_tiling, tuning
+from gradtrace.kernels import backend_of, cuda_contraction, cuda_tiling, tuning
 from gradtrace.tracing.aggregate import Reach, groups_of
 from gradtrace.tracing.provenance import words_of
 
@@ -187,8 +187,9 @@ def test_sums_over_components_are_always_the_same_bits(pairs: int) -> None:
     ]
     everything = Reach(words_of([(1 << 100) - 1] * 40), np.zeros((2, 0), np.int64))
     place, totals = [n % 40 for n in range(len(here))], np.full(len(here), 99.0)
+    backend = backend_of(here[0].counts)
     first, *others = (
-        groups_of(here).added(pairs, everything, place, totals, bits) for _ in range(10)
+        groups_of(here).added(pairs, everything, place, totals, bits, backend) for _ in range(10)
     )
     assert first.through.any()
     for other in others:

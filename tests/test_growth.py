@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.autodiff.nodes import Outputs
 from gradtrace.components.components import Routes
-from gradtrace.kernels import Reference, cpu_library
+from gradtrace.kernels import Reference, backend_of, cpu_library
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.tracing import aggregate, provenance
 
@@ -294,7 +294,11 @@ class Unhashed(int):
 def test_bits_of_labels_are_not_hashed() -> None:
     bits = [Unhashed(1 << n) for n in range(1, 41)] * 2
     numbers, palette = provenance.sliced(
-        torch.ones(1, 80, dtype=torch.int32), provenance.ProvenanceTable(), 1, bits
+        torch.ones(1, 80, dtype=torch.int32),
+        provenance.ProvenanceTable(),
+        1,
+        bits,
+        backend_of(torch.device("cpu")),
     )
     assert [palette.sets()[n] for n in numbers[0].tolist()] == [1 | bit for bit in bits]
 

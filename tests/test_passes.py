@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from leaves import traced_leaves
+from leaves import traced_leaves, with_ids
 from randomgraphs import build
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from gradtrace.kernels import tuning
 from gradtrace.linops import Map
 from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import COUNT, MAX, SUM
-from gradtrace.tracing.traced_value import materialise
 
 SEEDS = range(12)
 RULES = ("greedy", "edge", "viterbi")
@@ -56,7 +55,7 @@ def provenance(program: Program, rule: str, storage: Storage = NO_LIMIT) -> list
     found: dict[int, tuple[Any, Any]] = {}
     with torch.no_grad():
         for leaf, state, _ in traced_leaves(program, rule, bits_of(program), storage):
-            state = materialise(state).with_provenance()
+            state = with_ids(state)
             assert state.ids is not None
             sets = state.provenance.sets()
             values = None if state.value is None else bits(state.value)

@@ -19,6 +19,7 @@ from gradtrace.ir.optimise import optimise
 from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.plan import Plan, Storage
 from gradtrace.ir.program import Program
+from gradtrace.kernels import backend_of
 from gradtrace.linops import (
     Contract,
     Convolve,
@@ -290,7 +291,7 @@ def test_pairs_are_followed_exactly() -> None:
         seed = torch.zeros(BATCH, dtype=torch.float64)
         seed[b] = 1
         plan = optimise(program, Request("gradient", keep=frozenset(pairs.of)))
-        executor = Executor(plan, program.constants)
+        executor = Executor(plan, program.constants, backend_of(seed))
         states = {program.root: executor.root(seed)}
         with torch.no_grad():
             list(executor.run(states))

@@ -153,7 +153,9 @@ def added(
     counts = torch.ones(6, dtype=torch.int64)
     leaf = aggregate.Counts(counts, torch.ones(sums, dtype=torch.float64), rows, 1, 0, 0, 0, size)
     reach = aggregate.Reach(words_of([7, 7]), np.array([[0], [owned]]))
-    return aggregate.grouped([leaf, leaf]).added(pairs, reach, places, np.ones(totals), [1, 2, 4])
+    backend = backend_of(counts)
+    both = aggregate.grouped([leaf, leaf], backend)
+    return both.added(pairs, reach, places, np.ones(totals), [1, 2, 4], backend)
 
 
 @needs_library

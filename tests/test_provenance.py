@@ -10,7 +10,9 @@ import torch
 from backends import imitate_gpu
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from gradtrace.kernels import backend_of
 from gradtrace.tracing import provenance
 from gradtrace.tracing.provenance import (
     PackedSets,
@@ -21,6 +23,10 @@ from gradtrace.tracing.provenance import (
     sliced,
     words_of,
 )
+
+
+def compacted(ids: Tensor, table: ProvenanceTable) -> tuple[Tensor, ProvenanceTable]:
+    return compact(ids, table, backend_of(ids))
 
 
 def read(numbers: torch.Tensor, palette: ProvenanceTable) -> list[int]:
@@ -72,7 +78,7 @@ def test_compact_changes_no_mark(
         patch.setattr(provenance, "COMPACT_ABOVE_ENTRIES", 2)
         patch.setattr(provenance, "TUPLE_MAX_ROWS", 5)
         imitate_gpu(patch, waits)
-        found, smaller = compact(numbers, palette)
+        found, smaller = compacted(numbers, palette)
     assert read(found, smaller) == before
     assert found.dtype is torch.int32
     used = {palette.sets()[n] for n in drawn if n}
@@ -81,15 +87,15 @@ def test_compact_changes_no_mark(
 
 def test_small_palettes_are_left_alone() -> None:
     numbers = torch.tensor([0, 1], dtype=torch.int32)
-    assert compact(numbers, ProvenanceTable((1, 1))) == (numbers, ProvenanceTable((1, 1)))
+    assert compacted(numbers, ProvenanceTable((1, 1))) == (numbers, ProvenanceTable((1, 1)))
 
 
 def test_slices_add_bits_of_their_own() -> None:
     palette = ProvenanceTable((1, 3), 64)
     numbers = torch.tensor([[1, 2, 0], [2, 1, 1]], dtype=torch.int32)
-    found, wider = sliced(numbers, palette, 1, [4, 8, 4])
+    found, wider = sliced(numbers, palette, 1, [4, 8, 4], backend_of(numbers))
     assert read(found, wider) == [69, 75, 0, 71, 73, 69]
-    found, wider = sliced(numbers, palette, 0, [0, 8])
+    found, wider = sliced(numbers, palette, 0, [0, 8], backend_of(numbers))
     assert read(found, wider) == [65, 67, 0, 75, 73, 73]
 
 
@@ -197,7 +203,7 @@ def test_what_is_known_of_marks_holds(moves: list[tuple[str, int]]) -> None:
                 palette = palette.with_bits(bits)
                 wanted = [mark and mark | bits for mark in wanted]
             elif kind == "compact":
-                numbers, palette = compact(numbers, palette)
+                numbers, palette = compacted(numbers, palette)
                 assert len({*palette.rows}) == len(palette.rows) == max(1, len({*wanted} - {0}))
             else:
                 other = (
@@ -224,7 +230,7 @@ def test_marks_that_are_known_to_differ_are_not_compared(monkeypatch: pytest.Mon
     palette, numbers = ProvenanceTable(), torch.ones(1, dtype=torch.int32)
     for turn in range(1, 30):
         palette, shift = palette.joined(palette.with_bits(1 << 7 * turn))
-        numbers, palette = compact(torch.cat([numbers, numbers + shift])[-700:], palette)
+        numbers, palette = compacted(torch.cat([numbers, numbers + shift])[-700:], palette)
     assert len({*palette.rows}) == len(palette.rows) == len(numbers) == 700
 
 
@@ -236,6 +242,6 @@ def test_marks_that_became_equal_are_one() -> None:
     assert both.rows.bounds is not None
     numbers = torch.arange(601, dtype=torch.int32)
     before = read(numbers, both.with_bits(1 << 40))
-    found, smaller = compact(numbers, both.with_bits(1 << 40))
+    found, smaller = compacted(numbers, both.with_bits(1 << 40))
     assert read(found, smaller) == before
     assert len(smaller.rows) == 300

@@ -19,6 +19,7 @@ import gradtrace as gt
 from gradtrace.benchmarks.cases import gpt2
 from gradtrace.errors import GradtraceError
 from gradtrace.io.schemas import INFLUENCE
+from gradtrace.kernels import backend_of
 from gradtrace.paths.path_forest import PathProvenance
 from gradtrace.paths.paths import path_provenance, sampled
 from gradtrace.runs import history
@@ -92,7 +93,12 @@ class Every:
     def sampled(self, sample: int, seed: int) -> Influence:
         """The table of ``trace.influence(sample=sample, seed=seed)``."""
         trace = self.trace
-        tally = Tally(trace.kept.facts(self.chosen), trace.program, trace.pairs)
+        tally = Tally(
+            trace.kept.facts(self.chosen),
+            trace.program,
+            trace.pairs,
+            backend_of(torch.device("cpu")),
+        )
         for pair, (found, gradients) in enumerate(zip(self.found, self.gradients)):
             drawn = sampled(self.sizes, sample, seed_of(seed, pair))
             at = {value: elements + self.firsts[value] for value, elements in drawn.items()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backends import CPU, ops, use
-from leaves import traced_leaves
+from leaves import traced_leaves, with_ids
 from oracle import matrix_of
 from test_maps import TABLE, Make, maker, whole
 from test_paths import MODELS, RULES, Made
@@ -25,7 +25,6 @@ from gradtrace.paths import paths as paths_module
 from gradtrace.paths.path_forest import PathForest
 from gradtrace.paths.paths import path_provenance, sampled
 from gradtrace.trace import Trace
-from gradtrace.tracing.traced_value import materialise
 
 # Single elements of maps -------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ def check_marks(trace: Trace, kind: str, sample: int) -> int:
         states = {f.leaf.value: f.state for f in leaves}
     theirs = []
     for value, elements in starts.items():
-        state = materialise(states[value]).with_provenance()
+        state = with_ids(states[value])
         assert state.ids is not None
         known = state.provenance.sets()
         theirs += [known[n] for n in state.ids.reshape(-1)[elements].tolist()]

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import backend_of
 from gradtrace.kernels.operands import Whole
 from gradtrace.types import Shape
 
@@ -158,6 +157,7 @@ class ForestBuilder:
     """Builds a ``PathForest`` stage by stage, from the leaves towards the root."""
 
     starts: Mapping[int, Tensor]
+    waits: bool  # whether reading an element waits for a GPU
     values: list[int] = field(default_factory=list)
     firsts: list[int] = field(default_factory=list)
     elements: list[Tensor] = field(default_factory=list)
@@ -186,7 +186,7 @@ class ForestBuilder:
         else:
             element, distinct = torch.cat([edges.element for _, edges in groups]), False
         # without waiting for a GPU: an element may have several nodes until the next join
-        alone = len(groups) == 1 and backend_of(element).synchronises
+        alone = len(groups) == 1 and self.waits
         number = None if distinct or alone else self._numbered(element, size)
         if number is None:
             last = self.nodes + element.numel()

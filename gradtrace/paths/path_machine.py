@@ -18,7 +18,7 @@ from torch import Tensor
 from gradtrace.ir.bound import BoundTerm
 from gradtrace.ir.recompute import Values
 from gradtrace.ir.rescaling import ScaledValue
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 from gradtrace.kernels.path_table import (
     KINDS,
     MAX_RANK,
@@ -71,11 +71,11 @@ def follow(
     starts: Mapping[int, Tensor],
     bits: Callable[[], PathBits],
     kept: dict[Hashable, PathTable | None],
+    backend: Backend,
 ) -> PathEnds | None:
     """Follow the paths from elements of values by a kernel; None if there is none for this program.
     ``kept``: the tables of other losses of the same structure.
     """
-    backend = backend_of(follower.seed)
     if follower.budget is not None or not backend.follows_paths or not starts:
         return None
     key = (rule, follower.seed is follower.program.seed, *starts)

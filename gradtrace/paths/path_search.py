@@ -92,6 +92,11 @@ class PathFollower:
     orders: dict[int, Tensor] = field(default_factory=dict, repr=False)  # of sorted targets
     _nested_cache: tuple[NestedSum, dict[int, ScaledValue]] | None = field(default=None, repr=False)
 
+    @property
+    def waits(self) -> bool:
+        """Whether reading an element of a value waits for a GPU."""
+        return backend_of(self.seed).synchronises
+
     @cached_property
     def gradients(self) -> Values[Tensor]:
         """The gradient of every value."""
@@ -173,7 +178,7 @@ class PathFollower:
         ``starts`` maps values to element numbers; paths are numbered in its order. ``gradients``:
         of the outputs of all operators on the way, or else only of the starts and of the root.
         """
-        builder = ForestBuilder(starts)
+        builder = ForestBuilder(starts, self.waits)
         with torch.no_grad():
             for out, terms in reversed(self.makers.items()):
                 if builder.arrived(out):
@@ -182,10 +187,10 @@ class PathFollower:
                     if out in starts or (out in self.takers and (gradients or diagonal)):
                         gradient = self.gradient(out, at)
                         builder.gradient(gradient)
-                        check = diagonal and not backend_of(gradient).synchronises
+                        check = diagonal and not self.waits
                         alive = check and bool(gradient.all())
                     if self.edge_chooses(out, terms, rule):
-                        edges = _chosen(terms, at, self.edges.offers(out, at))
+                        edges = _chosen(terms, at, self.edges.offers(out, at), self.waits)
                     else:
                         edges = self._onward(terms, at, self.compared(out, rule), alive)
                     for some in edges:
@@ -226,7 +231,8 @@ class PathFollower:
             return
         offers = [self._offer(term, at, held) for term in terms]
         sizes = self._sizes(terms, offers, at, held)
-        yield from _chosen(terms, at, [o._replace(value=s) for o, s in zip(offers, sizes)])
+        offers = [offer._replace(value=size) for offer, size in zip(offers, sizes)]
+        yield from _chosen(terms, at, offers, self.waits)
 
     def _single_term(
         self, term: BoundTerm, at: Tensor, held: Values[ScaledValue] | None
@@ -239,7 +245,7 @@ class PathFollower:
             source = term.map.rows(at).source[:, 0]
         else:
             source = term.map.best(self.value(term.value, held), at).source
-        if _unread(term.map, source):
+        if _unread(term.map, self.waits):
             yield _ended_edges(term, at, source, None)
             return
         if not source.numel() or int(source.min()) >= 0:
@@ -400,10 +406,12 @@ def _makers(program: Program) -> dict[int, tuple[BoundTerm, ...]]:
     return made
 
 
-def _chosen(terms: tuple[BoundTerm, ...], at: Tensor, offers: list[Best]) -> Iterator[ElementEdges]:
+def _chosen(
+    terms: tuple[BoundTerm, ...], at: Tensor, offers: list[Best], waits: bool
+) -> Iterator[ElementEdges]:
     """The edges of the largest of several offers to each of the elements ``at``."""
     which = torch.stack([offer.value for offer in offers]).max(0).indices
-    if all(_unread(term.map, at) for term in terms):
+    if all(_unread(term.map, waits) for term in terms):
         order = which.argsort(stable=True)
         numbers = torch.arange(len(terms), device=at.device).unsqueeze(1)
         counts = (which == numbers).sum(1).tolist()  # one wait for all terms
@@ -432,12 +440,12 @@ def _edges(term: BoundTerm, at: Tensor, source: Tensor, mine: Tensor | None) -> 
     return ElementEdges(term.value, source, weight, mine, _injective(term.map))
 
 
-def _unread(map_: Map, source: Tensor) -> bool:
+def _unread(map_: Map, waits: bool) -> bool:
     """Whether sources stay on the GPU that holds them, though some elements may have none: reading
     how many would wait for it. Other maps cannot tell the weight of a pair that is no entry.
     """
     kinds = (Contract, Gather, Normaliser, Reduce, Scale)
-    return backend_of(source).synchronises and isinstance(map_, kinds) and map_.inputs > 0
+    return waits and isinstance(map_, kinds) and map_.inputs > 0
 
 
 def _ended_edges(term: BoundTerm, at: Tensor, source: Tensor, mine: Tensor | None) -> ElementEdges:

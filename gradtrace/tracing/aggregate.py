@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 from gradtrace.kernels.operands import Floats, GroupRequest, GroupSums, Whole, Words
 from gradtrace.tracing.provenance import words_of
 
@@ -100,7 +100,13 @@ class Groups(NamedTuple):
         return torch.diff(until, prepend=until.new_zeros(1)).double()
 
     def added(
-        self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
+        self,
+        pairs: int,
+        reach: Reach,
+        place: Sequence[int],
+        totals: Floats,
+        bits: list[int],
+        backend: Backend,
     ) -> GroupSums:
         """Sum the groups whose leaf could pass each component, and those whose provenance has any
         of its bits.
@@ -109,7 +115,6 @@ class Groups(NamedTuple):
         paths, ``bits`` the bits of each component. Sums that are not finite are left out.
         """
         device, count = self.leaf.device, len(bits)
-        backend = backend_of(device)
         entries = backend.table_entries
         owners = owners_of(reach, count, device)
         able = eligible_components(reach, bits, owners, entries)
@@ -137,7 +142,7 @@ class Groups(NamedTuple):
             if pairs > 1:
                 could = able.index_select(1, here)
                 backend.add_rows(found[0], pair, could.mT.unsqueeze(2) * both[some].unsqueeze(1))
-            _add_passing(found[1], sets, pair, both[some], columns, owners[:, here])
+            _add_passing(found[1], sets, pair, both[some], columns, owners[:, here], backend)
         nonfinite = (sums != self.sums).any().double()
         line = torch.cat(
             [nonfinite.reshape(1), by_component[:, 0], found.reshape(-1)]
@@ -154,12 +159,13 @@ def _add_passing(
     both: Tensor,
     columns: list[Columns],
     owners: Tensor,
+    backend: Backend,
 ) -> None:
     """Add counts and sums of groups to the components whose bits their provenance has, except those
     that own them. ``total`` is (pairs, components, 2).
     """
-    backend, (pairs, count, _) = backend_of(total), total.shape
-    sparse = _sparse_hits(sets, columns, count)
+    pairs, count, _ = total.shape
+    sparse = None if backend.synchronises else _sparse_hits(sets, columns, count)
     if sparse is not None:
         row, component = sparse
         mine = (owners[:, row] != component).all(0)
@@ -247,11 +253,7 @@ words are nonzero; else by a dense table of sets and components.
 
 
 def _sparse_hits(words: Tensor, columns: list[Columns], count: int) -> tuple[Tensor, Tensor] | None:
-    """Pairs (set, component) that share a bit; None if the sets have many bits, or are on a GPU,
-    where the number of pairs would cost a sync.
-    """
-    if backend_of(words).synchronises:
-        return None
+    """Pairs (set, component) that share a bit; None if the sets have many bits. Reads how many."""
     which, word = words.nonzero(as_tuple=True)
     if SPARSE_WORDS_FACTOR * 64 * len(which) > len(words) * count:
         return None
@@ -296,12 +298,18 @@ class ListedGroups(NamedTuple):
     found: Sequence[Counts]
 
     def added(
-        self, pairs: int, reach: Reach, place: Sequence[int], totals: Floats, bits: list[int]
+        self,
+        pairs: int,
+        reach: Reach,
+        place: Sequence[int],
+        totals: Floats,
+        bits: list[int],
+        backend: Backend,
     ) -> GroupSums:
         """``Groups.added``."""
         counts, sums, starts = joined_counts(self.found, HOST)
         request = self.request(starts, pairs, reach, place, totals, bits)
-        return backend_of(HOST).group_sums(request, counts, sums)
+        return backend.group_sums(request, counts, sums)
 
     def request(
         self,
@@ -360,11 +368,9 @@ def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
     return _starts(line[:, line[0] < width], width)
 
 
-def grouped(found: Sequence[Counts]) -> Groups | ListedGroups:
+def grouped(found: Sequence[Counts], backend: Backend) -> Groups | ListedGroups:
     """The counts of all leaves, listed for a backend that can sum them so."""
-    backends = {backend_of(each.counts) for each in found} or {backend_of(HOST)}
-    listed = all(backend.sums_groups for backend in backends)
-    return ListedGroups(found) if listed else groups_of(found)
+    return ListedGroups(found) if backend.sums_groups else groups_of(found)
 
 
 def groups_of(found: Sequence[Counts]) -> Groups:

@@ -28,8 +28,10 @@ from gradtrace.ir.passes.select_leaves import select_leaves
 from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Storage
 from gradtrace.kernels import backend_of
+from gradtrace.linops.indexing import nearby
 from gradtrace.paths.paths import sampled
 from gradtrace.paths.tensor_paths import TensorPaths
+from gradtrace.tracing.aggregate import HOST
 from gradtrace.tracing.coverage import Coverage, measured, of_paths
 from gradtrace.tracing.executor import TracedLeaf, execute
 from gradtrace.tracing.followed import FollowedPaths, follow_paths
@@ -79,10 +81,10 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         uniform = _uniform_tally(traced, facts, storage)
         if uniform is not None:
-            sums = uniform.counted(traced.program.constants)
+            sums = uniform.counted(traced.program.constants, traced.backend)
             table = table_of(facts, traced.program, sums, uniform.own)
             return replace(table, notes=(*traced.notes, *table.notes))
-        tally = Tally(facts, traced.program, traced.pairs, storage.batch_bytes)
+        tally = Tally(facts, traced.program, traced.pairs, traced.backend, storage.batch_bytes)
         for found, gradient in _traced_leaves(traced, facts, storage):
             tally.add(found, gradient)
         return tally.result(traced.rule, "count", traced.notes)
@@ -93,7 +95,7 @@ def _uniform_tally(
 ) -> UniformTally | None:
     """Counts the leaves without executing the plan; None if it must be executed."""
     once = traced.granularity == "scalar" and traced.pairs == 1
-    if not once or not backend_of(traced.device).sums_groups:
+    if not once or not traced.backend.sums_groups:
         return None
     return facts.uniform(traced.program, facts.plan(traced.program, traced.rule, storage))
 
@@ -105,7 +107,7 @@ def counted_rows(
     part, sampled = rows_kept(traced, checked_rows(leaf_rows), seed)
     facts = part.kept.facts(chosen)
     storage = choose_storage(part.program, part.uses_kept, part.budget, WHAT, REMEDY)
-    tally = Tally(facts, part.program, 1, room=storage.batch_bytes)
+    tally = Tally(facts, part.program, 1, part.backend, storage.batch_bytes)
     with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
         for found, gradient in _traced_leaves(part, facts, storage):
             leaf = sampled.get(found.leaf.value)
@@ -122,31 +124,31 @@ def _traced_leaves(
     traced: TracedProgram, facts: ComponentFacts, storage: Storage
 ) -> Iterator[tuple[TracedLeaf, Tensor | None]]:
     """Trace the program: its leaves, each with its gradient; None of those that are sparse."""
-    program, rule = traced.program, traced.rule
+    program, rule, backend = traced.program, traced.rule, traced.backend
     if traced.granularity == "operator":
         yield from _traced_tensors(traced, facts.chosen.component_bits)
         return
     if traced.pairs == 1:
-        for found in execute(facts.plan(program, rule, storage), program.constants):
+        for found in execute(facts.plan(program, rule, storage), program.constants, backend):
             if rule == "viterbi":
-                yield found, found.leaf.gradient()
+                yield found, nearby(found.leaf.gradient(), backend.device)
             else:
                 gradient = found.state.value
                 if gradient is None:  # it was deferred until here
                     state = thinned(found.state)
                     if state.sparse is None:
-                        gradient = found.leaf.gradient()
+                        gradient = nearby(found.leaf.gradient(), backend.device)
                         state = state._replace(value=gradient)
                     found = found._replace(state=state)
                 yield found, gradient
         return
     pairs = Pairs.follow(program, traced.pairs)
-    leaves = execute_pairs(program, rule, pairs, facts, storage)
+    leaves = execute_pairs(program, rule, pairs, facts, storage, backend)
     if rule != "viterbi":
         for found in leaves:
             yield found, found.gradient
         return
-    gradients = execute_pairs(program, "gradient", pairs, facts, storage)
+    gradients = execute_pairs(program, "gradient", pairs, facts, storage, backend)
     for found, other in zip(leaves, gradients):
         yield found, other.gradient
 
@@ -219,7 +221,7 @@ def count_followed(
     are the numbers of elements that count as a component's own, by value (None: of whole leaves).
     ``drawn``: they were drawn at random for each pair, so that the table has standard errors.
     """
-    tally = Tally(traced.kept.facts(chosen), traced.program, traced.pairs)
+    tally = Tally(traced.kept.facts(chosen), traced.program, traced.pairs, backend_of(HOST))
     if sizes is None:
         sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     coverage = Coverage((), sampled=False)

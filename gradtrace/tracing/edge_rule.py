@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.plan import Encoding, Form, Sizing
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 from gradtrace.linops import Map
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import cast, wide
@@ -38,7 +38,7 @@ class Edge(Greedy):
         """The gradient, the provenance of the largest contribution, and its size if asked for."""
         how = form.size
         if state.size is not None and how not in (Sizing.CARRIED, Sizing.LAST):
-            state = unsized(state)
+            state = unsized(state, self.backend)
         if how is Sizing.NONE:
             found = super().through(map_, state, form, known)
             return _single(found, False) if state.parts else found
@@ -53,12 +53,13 @@ class Edge(Greedy):
             return _single(super().through(map_, state, form, known), True)
         else:
             found = self._sized(map_, state, form, known)
-        return unsized(found) if how is Sizing.LAST else found
+        return unsized(found, self.backend) if how is Sizing.LAST else found
 
-    @staticmethod
-    def _sized(map_: Map, state: TracedValue, form: Form, known: Tensor | None) -> TracedValue:
+    def _sized(
+        self, map_: Map, state: TracedValue, form: Form, known: Tensor | None
+    ) -> TracedValue:
         """A map that scales or selects, with the largest |contribution|."""
-        state = materialise(state)
+        state = materialise(state, self.backend)
         x, compared, ids = state.value, state.compared, state.ids
         assert x is not None
         value = known
@@ -71,7 +72,7 @@ class Edge(Greedy):
         if form.encoding is Encoding.UNIFORM:
             size = map_.apply_in((wide(compared).abs(),), MAX)[0]
             return TracedValue(value, 0, None, state.provenance, (), size)
-        ids = state.with_provenance().ids if ids is None else ids
+        ids = state.with_provenance(self.backend).ids if ids is None else ids
         assert ids is not None
         found, ids = map_.select(compared, ids, value=True)
         parts = (PendingContribution(map_, x),) if value is None else ()
@@ -86,11 +87,11 @@ class Edge(Greedy):
             if not wanted and all(state.uniform and state.size is None for state in states):
                 return self._join_uniform(states, form, known)
             how = with_size if wanted else _kept
-            states = [how(state) for state in states]
+            states = [how(state, self.backend) for state in states]
         elif known is None and form.leaf and (found := self._join_sparse(states, form.dtype)):
             return found
         else:
-            states = [with_size(state) for state in states]
+            states = [with_size(state, self.backend) for state in states]
         if not wanted and all(state.size is None for state in states):
             return super().join(states, form, known)
         first, *rest = states
@@ -118,16 +119,16 @@ class Edge(Greedy):
         return state.parts if state.parts else super()._parts(state)
 
 
-def with_size(state: TracedValue) -> TracedValue:
+def with_size(state: TracedValue, backend: Backend) -> TracedValue:
     """With the value, its provenance and the size of its contributions, if they were deferred."""
     if state.size is not None or not state.parts:
-        return materialise(state)
+        return materialise(state, backend)
     if not state.parts[0].single:
-        found = materialise(state)
+        found = materialise(state, backend)
         return found if found.ids is None else found._replace(unmasked=True)
     if state.sparse is not None:
         at, _, _, few = state.sparse
-        found = materialise(state)
+        found = materialise(state, backend)
         assert found.value is not None and few is not None
         size = torch.zeros(found.value.shape, dtype=few.dtype, device=few.device)
         size.view(-1)[at] = few
@@ -157,14 +158,14 @@ def owned(state: TracedValue) -> TracedValue:
     return state._replace(size=size, ids=ids)
 
 
-def unsized(state: TracedValue) -> TracedValue:
+def unsized(state: TracedValue, backend: Backend) -> TracedValue:
     """Without a size, but with the provenance of the elements whose contributions cancel."""
     size, value = state.size, state.value
     assert size is not None
-    waits = backend_of(size).synchronises
+    waits = backend.synchronises
     if state.ids is None and value is not None and not waits and torch.equal(size != 0, value != 0):
         return state._replace(size=None)
-    return state.with_provenance()._replace(size=None)
+    return state.with_provenance(backend)._replace(size=None)
 
 
 def _is_later(form: Form) -> bool:
@@ -185,11 +186,11 @@ def _single(state: TracedValue, single: bool) -> TracedValue:
     return state._replace(parts=tuple([part._replace(single=single) for part in state.parts]))
 
 
-def _kept(state: TracedValue) -> TracedValue:
+def _kept(state: TracedValue, backend: Backend) -> TracedValue:
     """Materialised, with a size that is not 0 where single contributions cancel."""
     if state.parts and state.parts[0].single:
-        return _present(materialise(state))
-    return with_size(state)
+        return _present(materialise(state, backend))
+    return with_size(state, backend)
 
 
 def _present(state: TracedValue) -> TracedValue:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.plan import Form, Sizing
+from gradtrace.kernels import Backend
 from gradtrace.linops.across_ranks import RankGather
 from gradtrace.semirings.base import shifted, wide
 from gradtrace.tracing.edge_rule import unsized, with_size
@@ -14,7 +15,12 @@ from gradtrace.tracing.traced_value import TracedValue, materialise
 
 
 def exchanged(
-    map_: RankGather, state: TracedValue, known: Tensor | None, form: Form, absolute: bool
+    map_: RankGather,
+    state: TracedValue,
+    known: Tensor | None,
+    form: Form,
+    absolute: bool,
+    backend: Backend,
 ) -> TracedValue:
     """The whole of a value, of this rank's part of it and those of the others.
 
@@ -23,9 +29,9 @@ def exchanged(
     ranks. ``known`` is its gradient, if recording kept it.
     """
     if form.size >= Sizing.CARRIED:
-        state = with_size(state)
+        state = with_size(state, backend)
     else:
-        state = materialise(state if state.size is None else unsized(state))
+        state = materialise(state if state.size is None else unsized(state, backend), backend)
     assert state.value is not None
     layout, rows = map_.layout, state.provenance.sets()[1:]
     said = layout.told((state.exponent, state.ids is None, rows))
@@ -38,7 +44,7 @@ def exchanged(
         size = layout.gather(wide(state.compared).abs())
     if all(uniform and sets == rows for _, uniform, sets in said):
         return TracedValue(value, exponent, None, state.provenance, (), size)
-    ids = state.with_provenance().ids
+    ids = state.with_provenance(backend).ids
     assert ids is not None
     table = ProvenanceTable(tuple(said[0][2]))
     shift = 0
@@ -48,5 +54,5 @@ def exchanged(
     both = layout.gather(torch.add(ids, ids != 0, alpha=shift) if shift else ids)
     if absolute or len(table.rows) > COMPACT_ABOVE_ENTRIES:
         both = both * ((value if size is None else size) != 0)
-        return TracedValue(value, exponent, *compact(both, table), (), size)
+        return TracedValue(value, exponent, *compact(both, table, backend), (), size)
     return TracedValue(value, exponent, both, table, (), size, None, True)

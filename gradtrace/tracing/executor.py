@@ -45,6 +45,7 @@ from gradtrace.ir.plan import (
     TakeProvenance,
 )
 from gradtrace.ir.program import Constants, Leaf, Step
+from gradtrace.kernels import Backend
 from gradtrace.linops import Map, tiled
 from gradtrace.linops.across_ranks import RankGather
 from gradtrace.semirings.base import shifted, wide
@@ -57,10 +58,8 @@ from gradtrace.tracing.provenance import (
     compact,
     sliced,
 )
-from gradtrace.tracing.rules import RULES, Rule
+from gradtrace.tracing.rules import RULES, Gradient, Rule, Viterbi
 from gradtrace.tracing.traced_value import TracedValue, made, materialise, own, shared
-
-VITERBI, GRADIENT = RULES["viterbi"], RULES["gradient"]
 
 UNADDED_MAX_TERMS = 3
 """A partial sum keeps up to this many terms unadded, where all share one tensor of ids."""
@@ -84,9 +83,11 @@ class TracedLeaf(NamedTuple):
         return self.leaf.gradient() if self.state.value is None else self.state.value
 
 
-def execute(plan: Plan, constants: Constants) -> Iterator[TracedLeaf]:
-    """The leaves of one loss, each yielded as soon as it is complete."""
-    executor = Executor(plan, constants)
+def execute(plan: Plan, constants: Constants, backend: Backend) -> Iterator[TracedLeaf]:
+    """The leaves of one loss, each yielded as soon as it is complete. All values are on the device
+    of the backend.
+    """
+    executor = Executor(plan, constants, backend)
     states = executor.values()
     states[plan.root] = executor.root(constants.seed)
     leaves = {leaf.value: leaf for leaf in constants.leaves}
@@ -105,10 +106,11 @@ class Executor:
         self,
         plan: Plan,
         constants: Constants,
+        backend: Backend,
         maps: Callable[[int, int], Map] | None = None,
     ) -> None:
-        self.plan = plan
-        self.rule = RULES[plan.rule]
+        self.plan, self.backend = plan, backend
+        self.rule = RULES[plan.rule](backend)
         self.absolute, self.by_edge = plan.rule == "viterbi", plan.rule == "edge"
         self.compact = plan.storage.compact
         self.batched = maps is not None
@@ -141,7 +143,7 @@ class Executor:
                 states[out] = through(map_, states[value], form, known.get(out))
             elif kind is Emit:
                 if self.by_edge and (found := states[op.value]).size is not None:
-                    states[op.value] = unsized(found)
+                    states[op.value] = unsized(found, self.backend)
                 yield op.value
                 continue
             else:
@@ -157,25 +159,26 @@ class Executor:
 
     def _add_slices(self, op: AddSlices) -> tuple[int, ...]:
         if op.value in self.states:
-            state = materialise(self.states[op.value]).with_provenance()
+            state = materialise(self.states[op.value], self.backend).with_provenance(self.backend)
             assert state.ids is not None
             dim = op.dim + self.batched
-            ids, provenance = sliced(state.ids, state.provenance, dim, op.bits)
+            ids, provenance = sliced(state.ids, state.provenance, dim, op.bits, self.backend)
             self.states[op.value] = state._replace(ids=ids, provenance=provenance)
         return ()
 
     def _nested(self, op: Nested) -> tuple[int, ...]:
         """The largest single |contribution| to each value of a nested sum, and its provenance."""
-        sizes = {value: _sizes(self.states[value]) for value in op.takes}
+        sizes = {value: _sizes(self.states[value], self.backend) for value in op.takes}
+        rule = Viterbi(self.backend)
         for each in op.steps:
             forms = each.forms if isinstance(each, Join) else (each.form,)
-            sizes[each.step.out] = self._joined(VITERBI, each.step, each.form, forms, sizes)
+            sizes[each.step.out] = self._joined(rule, each.step, each.form, forms, sizes)
         self.largest = sizes
         return ()
 
     def _take_provenance(self, op: TakeProvenance) -> tuple[int, ...]:
         for value in op.values:
-            largest = self.largest[value].with_provenance()
+            largest = self.largest[value].with_provenance(self.backend)
             found = made(self.states[value].value, largest.ids, largest.provenance)
             if value in op.sized:
                 found = found._replace(size=_shifted(largest, 0))
@@ -190,8 +193,11 @@ class Executor:
         if known is not None:
             self.states[step.out] = made(known, None, ProvenanceTable())
         else:
-            inputs = {term.value: materialise(self.states[term.value]) for term in step.terms}
-            found = self._joined(GRADIENT, step, form, forms, inputs)
+            inputs = {
+                term.value: materialise(self.states[term.value], self.backend)
+                for term in step.terms
+            }
+            found = self._joined(Gradient(self.backend), step, form, forms, inputs)
             self.states[step.out] = found._replace(ids=None, unmasked=False)
         return free
 
@@ -214,11 +220,14 @@ class Executor:
         maps = [self.map(at, value) for at, value in step.terms]
         known, states = self.known.get(step.out), [self.states[value] for _, value in step.terms]
         if op.form.size >= Sizing.CARRIED:
-            states = [with_size(state) for state in states]
+            states = [with_size(state, self.backend) for state in states]
         else:
-            states = [materialise(s if s.size is None else unsized(s)) for s in states]
-        found = concatenated(maps, states, op.order, known, op.form, self.absolute)
-        self.states[step.out] = unsized(found) if op.form.size is Sizing.LAST else found
+            states = [s if s.size is None else unsized(s, self.backend) for s in states]
+            states = [materialise(state, self.backend) for state in states]
+        found = concatenated(maps, states, op.order, known, op.form, self.absolute, self.backend)
+        self.states[step.out] = (
+            unsized(found, self.backend) if op.form.size is Sizing.LAST else found
+        )
         return op.free
 
     def _exchange(self, op: Exchange) -> tuple[int, ...]:
@@ -227,8 +236,8 @@ class Executor:
         map_ = self.map(at, value)
         assert isinstance(map_, RankGather)
         known, state = self.known.get(step.out), self.states[value]
-        found = exchanged(map_, state, known, form, self.absolute)
-        self.states[step.out] = unsized(found) if form.size is Sizing.LAST else found
+        found = exchanged(map_, state, known, form, self.absolute, self.backend)
+        self.states[step.out] = unsized(found, self.backend) if form.size is Sizing.LAST else found
         return free
 
     def _join(self, op: Join) -> tuple[int, ...]:
@@ -268,7 +277,7 @@ class Executor:
         has_ids = state.ids is not None or state.lazy
         gathered = form.encoding is Encoding.MOVED and not self.absolute
         if gathered and has_ids and not state.unmasked:
-            return materialise(state)._replace(unmasked=True)
+            return materialise(state, self.backend)._replace(unmasked=True)
         return state
 
     def _stays_apart(self, found: list[TracedValue], form: Form, checked: int) -> bool:
@@ -300,6 +309,7 @@ def concatenated(
     known: Tensor | None,
     form: Form,
     absolute: bool,
+    backend: Backend,
 ) -> TracedValue:
     """Terms that tile the output: each element comes from one of them."""
     exponent = max(state.exponent for state in states)
@@ -313,7 +323,7 @@ def concatenated(
         return TracedValue(value, exponent, None, states[0].provenance, (), size)
     ids, provenance = [], states[0].provenance
     for state in states:
-        given = state.with_provenance().ids if state.ids is None else state.ids
+        given = state.with_provenance(backend).ids if state.ids is None else state.ids
         assert given is not None
         provenance, shift = provenance.joined(state.provenance)
         ids.append(torch.add(given, given != 0, alpha=shift) if shift else given)
@@ -321,15 +331,15 @@ def concatenated(
     # compact() must not count ids of elements that are 0 as used
     if absolute or len(provenance.rows) > COMPACT_ABOVE_ENTRIES:
         both = both * ((value if size is None else size) != 0)
-        return TracedValue(value, exponent, *compact(both, provenance), (), size)
+        return TracedValue(value, exponent, *compact(both, provenance, backend), (), size)
     return TracedValue(value, 0, both, provenance, (), size, None, True)
 
 
-def _sizes(state: TracedValue) -> TracedValue:
+def _sizes(state: TracedValue, backend: Backend) -> TracedValue:
     """|value|, with id 0 at elements that are 0."""
-    state = materialise(state)
+    state = materialise(state, backend)
     if state.ids is not None:
-        state = state._replace(unmasked=True).with_provenance()
+        state = state._replace(unmasked=True).with_provenance(backend)
     assert state.value is not None
     return TracedValue(wide(state.value).abs(), state.exponent, state.ids, state.provenance)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +64,8 @@ def follow_paths(
     kept = traced.kept.tables if chosen is None else traced.kept.facts(chosen).tables
     found = None
     if not traced.sharded:
-        found = follow(follower, traced.rule, drawn, lambda: path_bits(program, bits), kept)
+        told = partial(path_bits, program, bits)
+        found = follow(follower, traced.rule, drawn, told, kept, traced.backend)
     if found is None:
         return ends_of(traced, follow_elements(traced, drawn, pair), bits)
     sets, mantissa, exponent, gradient = found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.plan import Encoding, Form
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 from gradtrace.kernels.strides import is_dense
 from gradtrace.linops import Identity, Map, Scatter
 from gradtrace.linops.indexing import laid
@@ -33,6 +33,8 @@ class Greedy:
     largest |contribution|, which is a sum over its elements; inside it, the largest element.
     """
 
+    backend: Backend
+
     def through(
         self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
     ) -> TracedValue:
@@ -40,7 +42,7 @@ class Greedy:
         encoding, dtype, deferred, _, _, _ = form
         if encoding is Encoding.MOVED:
             return self._gather(map_, state, dtype, known)
-        state = materialise(state)
+        state = materialise(state, self.backend)
         x, provenance = state.value, state.provenance
         assert x is not None
         value = known if known is not None or deferred else cast(map_.apply(x), dtype)
@@ -49,8 +51,8 @@ class Greedy:
             return self._scale(map_, state, value)
         if encoding is Encoding.UNIFORM:
             found = TracedValue(value, 0, None, provenance, (PendingContribution(map_, x),))
-            return found if deferred else materialise(found)
-        ids = state.with_provenance().ids if state.ids is None else state.ids
+            return found if deferred else materialise(found, self.backend)
+        ids = state.with_provenance(self.backend).ids if state.ids is None else state.ids
         assert ids is not None
         if encoding is Encoding.SPARSE:
             assert isinstance(map_, Scatter)
@@ -61,17 +63,19 @@ class Greedy:
         parts = (PendingContribution(map_, x),) if value is None else ()
         return made(value, map_.select(x, ids)[1], provenance, parts)
 
-    @staticmethod
     def _gather(
-        map_: Map, state: TracedValue, dtype: torch.dtype, known: Tensor | None
+        self, map_: Map, state: TracedValue, dtype: torch.dtype, known: Tensor | None
     ) -> TracedValue:
         if state.sparse is not None:
             if isinstance(map_, Identity):
                 return state
-            state = materialise(state)
+            state = materialise(state, self.backend)
         value, _, ids, provenance, parts, _, _, unmasked = state
         if unmasked and value is not None and value.dtype is not dtype:
-            ids, unmasked = state.with_provenance().ids, False  # the cast may round a nonzero to 0
+            ids, unmasked = (
+                state.with_provenance(self.backend).ids,
+                False,
+            )  # the cast may round a nonzero to 0
         if ids is not None:
             ids = map_.apply(ids)
         if known is None and value is not None:
@@ -80,14 +84,13 @@ class Greedy:
             parts = tuple(part._replace(moves=(*part.moves, map_)) for part in parts)
         return made(known, ids, provenance, parts, unmasked)
 
-    @staticmethod
-    def _scale(map_: Map, state: TracedValue, value: Tensor) -> TracedValue:
+    def _scale(self, map_: Map, state: TracedValue, value: Tensor) -> TracedValue:
         """A diagonal map: an element that becomes 0 loses its path."""
         x, ids = state.value, state.ids
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # an underflow to 0 keeps its path
             there = map_.weighed(x) != 0
-            if ids is None and not backend_of(x).synchronises and torch.equal(there, value != 0):
+            if ids is None and not self.backend.synchronises and torch.equal(there, value != 0):
                 return TracedValue(value, 0, None, state.provenance)
             ids = there.int() if ids is None else ids * there
             return made(value, ids, state.provenance)
@@ -103,7 +106,7 @@ class Greedy:
             return found
         first, *rest = states
         if first.ids is not None or first.parts:
-            first = compared_by_value(materialise(first))
+            first = compared_by_value(materialise(first, self.backend))
         states = [first, *rest]
         if (
             not form.partial
@@ -111,7 +114,7 @@ class Greedy:
             and (found := self._join_shared_ids(states, form.dtype, known))
         ):
             return found
-        rest = [materialise(state) for state in rest]
+        rest = [materialise(state, self.backend) for state in rest]
         if (
             len(rest) == 1
             and not form.partial
@@ -120,13 +123,12 @@ class Greedy:
             return found
         return self._join_all(first, rest, form, known)
 
-    @staticmethod
     def _join_all(
-        first: TracedValue, rest: Iterable[TracedValue], form: Form, known: Tensor | None
+        self, first: TracedValue, rest: Iterable[TracedValue], form: Form, known: Tensor | None
     ) -> TracedValue:
         """The sum of any terms, compared one by one; the ``size`` of the first is written to."""
         given = first.ids
-        first = first.with_provenance()
+        first = first.with_provenance(self.backend)
         assert first.value is not None and first.ids is not None
         total, provenance = first.value, first.provenance
         size, ids = first.size, first.ids
@@ -139,14 +141,13 @@ class Greedy:
                 total = total + other.value
             theirs = 1 if other.ids is None else other.ids
             provenance, shift = provenance.joined(other.provenance)
-            backend_of(size).merge(size, ids, wide(other.compared), theirs, shift)
-        ids, provenance = compact(ids, provenance)
+            self.backend.merge(size, ids, wide(other.compared), theirs, shift)
+        ids, provenance = compact(ids, provenance, self.backend)
         total = cast(total, form.dtype) if known is None else known
         return TracedValue(total, 0, ids, provenance, (), size)
 
-    @staticmethod
     def _join_shared_ids(
-        states: list[TracedValue], dtype: torch.dtype, known: Tensor | None
+        self, states: list[TracedValue], dtype: torch.dtype, known: Tensor | None
     ) -> TracedValue | None:
         """Terms that share one tensor of ids: an element has a path if any of its terms is not 0.
         None where comparing the terms is no slower.
@@ -155,7 +156,7 @@ class Greedy:
         given, value, total = first.ids, first.value, first.value
         assert given is not None and value is not None and total is not None
         ids = given
-        backend = backend_of(value)
+        backend = self.backend
         if first.unmasked and backend.synchronises:
             # Comparing with the first term is enough: if another term is not 0 and not larger than
             # the first, the first is not 0 either.
@@ -172,13 +173,12 @@ class Greedy:
             total = total + other.value
         return made(cast(total, dtype) if known is None else known, ids, first.provenance)
 
-    @staticmethod
     def _join_pair(
-        first: TracedValue, second: TracedValue, dtype: torch.dtype, known: Tensor | None
+        self, first: TracedValue, second: TracedValue, dtype: torch.dtype, known: Tensor | None
     ) -> TracedValue | None:
         """``join`` of two terms in one kernel; None where there is no such kernel."""
         assert first.value is not None and second.value is not None
-        backend = backend_of(first.value)
+        backend = self.backend
         if not backend.fuses(first.compared, second.compared):
             return None
         uniform = first.ids is None
@@ -196,7 +196,7 @@ class Greedy:
         total = known
         if total is None:
             total = cast(first.value + second.value, dtype)
-        return TracedValue(total, 0, *compact(ids, provenance))
+        return TracedValue(total, 0, *compact(ids, provenance, self.backend))
 
     def _join_sparse(self, states: list[TracedValue], dtype: torch.dtype) -> TracedValue | None:
         """A uniform term plus a sparse one: only the sparse elements are compared."""
@@ -204,7 +204,7 @@ class Greedy:
             return None
         given, (at, other, theirs, _) = states[0], states[1].sparse
         fresh = given.value is None
-        first = materialise(given)
+        first = materialise(given, self.backend)
         if first.ids is not None or first.value is None:
             return None
         total = first.value.to(dtype)
@@ -215,7 +215,7 @@ class Greedy:
         size, contributed = self._compared_at(given, here, states[1])
         ids = (size != 0).int()
         provenance, shift = first.provenance.joined(states[1].provenance)
-        backend_of(size).merge(size, ids, contributed, theirs, shift)
+        self.backend.merge(size, ids, contributed, theirs, shift)
         here = line[place] = (here + other).to(dtype)
         return TracedValue(total, 0, None, provenance, sparse=SparseElements(at, here, ids))
 
@@ -247,7 +247,7 @@ class Greedy:
                 total = total + part.value()
             known = total.to(form.dtype)
         found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
-        return found if form.deferred else materialise(found)
+        return found if form.deferred else materialise(found, self.backend)
 
 
 def compared_by_value(state: TracedValue) -> TracedValue:

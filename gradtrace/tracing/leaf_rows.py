@@ -129,7 +129,7 @@ def estimated(
     place, reach = facts.reachable(traced.program)
     components = facts.chosen.components
     counts = [leaf.counts(place[leaf.value]) for leaf in leaves]
-    found = row_sums(counts, GROUPS, reach, [each.bits for each in components])
+    found = row_sums(counts, GROUPS, reach, facts.chosen.bits, traced.backend.table_entries)
     if not found.finite and NONFINITE not in notes:
         notes = (*notes, NONFINITE)
     names = {name: sizes[value] for value, name in traced.names.items()}

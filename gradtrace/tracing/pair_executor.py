@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradtrace.ir.plan import Storage
 from gradtrace.ir.program import Program
+from gradtrace.kernels import Backend
 from gradtrace.linops import Map, copied
 from gradtrace.linops.indexing import each_at
 from gradtrace.tracing.compact_storage import take
@@ -27,12 +28,17 @@ BATCH_MAX_ELEMENTS = 1 << 20
 
 
 def execute_pairs(
-    program: Program, rule: str, pairs: Pairs, facts: ComponentFacts, storage: Storage
+    program: Program,
+    rule: str,
+    pairs: Pairs,
+    facts: ComponentFacts,
+    storage: Storage,
+    backend: Backend,
 ) -> Iterator[TracedLeaf]:
     """The leaves of each loss of a vector."""
     constants, leaves = program.constants, {leaf.value: leaf for leaf in program.leaves}
     apart = ProgramPart(frozenset(pairs.apart), frozenset(pairs.of))
-    executor = Executor(facts.pair_plan(program, rule, storage, apart), constants)
+    executor = Executor(facts.pair_plan(program, rule, storage, apart), constants, backend)
     states = executor.values()
     states[program.root] = executor.root(program.seed)
     for value in executor.run(states):
@@ -42,7 +48,7 @@ def execute_pairs(
     along = pairs.summed(program, mixed)
     batches = batches_of(program, mixed, len(program.seed), storage.compact)
     for some, maps in batched_maps(program, pairs, along, batches):
-        executor = Executor(plan, constants, maps)
+        executor = Executor(plan, constants, backend, maps)
         here = executor.values()
         for value in along:
             here[value] = _only(states[value], pairs, value, some, maps.places.get(value))

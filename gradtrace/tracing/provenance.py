@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.intp]
@@ -195,12 +195,14 @@ class ProvenanceTable(NamedTuple):
         return ProvenanceTable(PackedSets(found.reshape(-1, words.shape[1])), self.extra)
 
 
-def compact(ids: Tensor, provenance: ProvenanceTable) -> tuple[Tensor, ProvenanceTable]:
+def compact(
+    ids: Tensor, provenance: ProvenanceTable, backend: Backend
+) -> tuple[Tensor, ProvenanceTable]:
     """Remove duplicate and unused entries from a large table, and renumber the ids."""
     count = len(provenance.rows)
     if count <= COMPACT_ABOVE_ENTRIES:
         return ids, provenance
-    backend, bounds = backend_of(ids), _bounds(*provenance)
+    bounds = _bounds(*provenance)
     closed = None if bounds is None else backend.close_gaps(ids, count + 1)
     if closed is not None and bounds is not None:
         renumbered, flags = closed
@@ -279,7 +281,7 @@ ODD = np.random.default_rng(0).integers(0, 1 << 63, HASH_WORDS, np.uint64) * np.
 
 
 def sliced(
-    ids: Tensor, provenance: ProvenanceTable, dim: int, bits: list[int]
+    ids: Tensor, provenance: ProvenanceTable, dim: int, bits: list[int], backend: Backend
 ) -> tuple[Tensor, ProvenanceTable]:
     """Add ``bits[k]`` to the provenance of slice k along a dimension."""
     # by identity: ints of one bit have few distinct hashes, and each name has one int object
@@ -289,4 +291,4 @@ def sliced(
     shape = [len(bits) if d == dim else 1 for d in range(ids.dim())]
     product = (ids - 1) * len(kinds) + which.reshape(shape) + 1
     found = torch.where(ids == 0, 0, product)
-    return compact(found, provenance.times(kinds))
+    return compact(found, provenance.times(kinds), backend)

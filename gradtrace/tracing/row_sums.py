@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import backend_of
 from gradtrace.kernels.operands import Floats
 from gradtrace.tracing.aggregate import (
     Counts,
@@ -76,8 +75,11 @@ class _Sets(NamedTuple):
     numbers: Tensor
 
 
-def row_sums(found: Sequence[RowCounts], groups: int, reach: Reach, bits: list[int]) -> RowSums:
-    """Σt and Σe over all rows, and how far they may be off, with one sync.
+def row_sums(
+    found: Sequence[RowCounts], groups: int, reach: Reach, bits: list[int], entries: int
+) -> RowSums:
+    """Σt and Σe over all rows, and how far they may be off, with one sync. ``entries`` of tables
+    are computed at a time.
 
     Of N rows of a leaf n were drawn, in G groups whose sums are x: the leaf counts ``N/n · Σ x``.
     Leaves are drawn independently, so each of the G numbers ``d = Σ N/n · √(1 - n/N) · (x - mean)``
@@ -88,7 +90,6 @@ def row_sums(found: Sequence[RowCounts], groups: int, reach: Reach, bits: list[i
         return RowSums(none, none, none, none, none, none, none, none[:, 0], True)
     sets = _sets(found, groups)
     device, count, (many, width) = sets.leaf.device, len(bits), sets.words.shape
-    entries = backend_of(device).table_entries
     owners = owners_of(reach, count, device)
     scale = [(each.factor * each.left**0.5, each.factor, each.place) for each in found]
     weight, factor, places = to_device(np.array(scale).T, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.ir.rescaling import Rescaling, ScaledValue
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 from gradtrace.linops import Map
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import shifted
@@ -40,6 +41,8 @@ class Rule(Protocol):
 class Viterbi:
     """Values are the largest |product| over the paths."""
 
+    backend: Backend
+
     def through(
         self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
     ) -> TracedValue:
@@ -55,7 +58,7 @@ class Viterbi:
             value, ids = map_.apply_in((x,), MAX)[0], None
         elif form.encoding is Encoding.SCALED:
             value = map_.apply_in((x,), MAX)[0]
-            ids = backend_of(value).masked(ids, value)
+            ids = self.backend.masked(ids, value)
         else:
             found, ids = map_.select(x, ids, value=True)
             assert found is not None
@@ -77,19 +80,21 @@ class Viterbi:
             for value in values[1:]:
                 size = torch.maximum(size, value)
             return TracedValue(size, exponent, None, states[0].provenance)
-        first = states[0].with_provenance()
+        first = states[0].with_provenance(self.backend)
         assert first.ids is not None
         size, ids, provenance = own(values[0]), own(first.ids), first.provenance
         for other, value in zip(states[1:], values[1:]):
             theirs = 1 if other.ids is None else other.ids
             provenance, shift = provenance.joined(other.provenance)
-            backend_of(size).merge(size, ids, value, theirs, shift)
-        return TracedValue(size, exponent, *compact(ids, provenance))
+            self.backend.merge(size, ids, value, theirs, shift)
+        return TracedValue(size, exponent, *compact(ids, provenance, self.backend))
 
 
 @dataclass(frozen=True)
 class Gradient:
     """Values are gradients; provenance is passed on unchanged."""
+
+    backend: Backend
 
     def through(
         self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
@@ -110,9 +115,9 @@ class Gradient:
         return states[0]._replace(value=total.to(form.dtype))
 
 
-RULES: dict[str, Rule] = {
-    "greedy": Greedy(),
-    "edge": Edge(),
-    "viterbi": Viterbi(),
-    "gradient": Gradient(),
+RULES: dict[str, Callable[[Backend], Rule]] = {
+    "greedy": Greedy,
+    "edge": Edge,
+    "viterbi": Viterbi,
+    "gradient": Gradient,
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradtrace.ir.program import Program
-from gradtrace.kernels import LeafBatch, backend_of, tuning
+from gradtrace.kernels import Backend, LeafBatch, tuning
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
@@ -65,13 +65,13 @@ class UniformLeaf(NamedTuple):
     parts: tuple[PendingContribution, ...]
     gradient: Tensor
 
-    def missed(self, count: float) -> Tensor | None:
+    def missed(self, count: float, backend: Backend) -> Tensor | None:
         """The number of elements that are 0 but have a path, given the number of nonzero ones; None
         if there are none.
         """
         if count >= self.gradient.numel():
             return None
-        missed = cancelled(self.parts, self.gradient)
+        missed = cancelled(self.parts, self.gradient, backend)
         return None if missed is None else missed.sum()
 
 
@@ -85,6 +85,7 @@ class Tally:
     facts: ComponentFacts
     program: Program
     pairs: int
+    backend: Backend
     room: int = 0
     leaves: list[LeafCounts] = field(default_factory=list)
     jobs: LeafBatch | None = None
@@ -101,7 +102,7 @@ class Tally:
         value = found.leaf.value
         if gradient is None:
             leaf = self._leaf(value, *2 * (found.state.parts[0].map.outputs,))
-            leaf.found = _count_sparse(found.state, None, 0)
+            leaf.found = _count_sparse(found.state, None, 0, self.backend)
             return
         size = total = gradient.numel()
         if isinstance(found.pair, range):
@@ -115,11 +116,11 @@ class Tally:
         leaf = self._leaf(value, size, total)
         state, pair = found.state, found.pair
         if isinstance(pair, range):
-            self._add_batch(leaf, materialise(state), gradient, pair)
+            self._add_batch(leaf, materialise(state, self.backend), gradient, pair)
             return
         if isinstance(pair, int):
             if state.sparse is not None:
-                leaf.found = _count_sparse(state, gradient, pair)
+                leaf.found = _count_sparse(state, gradient, pair, self.backend)
                 return
             if state.lazy:
                 self._add_lazy(leaf, state, gradient, pair)
@@ -127,18 +128,21 @@ class Tally:
             if state.uniform and state.value is gradient:
                 self._add_uniform(leaf, state, gradient, pair)
                 return
-        self._add_dense(leaf, materialise(state).with_provenance(), gradient, pair)
+        self._add_dense(
+            leaf, materialise(state, self.backend).with_provenance(self.backend), gradient, pair
+        )
 
     def _add_batch(
         self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pairs: range
     ) -> None:
         """Count a leaf with pairs along its first dimension."""
         compared = state.size is None and state.value is gradient
-        backend = backend_of(gradient)
-        if not (state.uniform and compared) or backend.synchronises:  # there, leaves in one launch
-            self._add_dense(leaf, state.with_provenance(), gradient, pairs)
+        if (
+            not (state.uniform and compared) or self.backend.synchronises
+        ):  # there, leaves in one launch
+            self._add_dense(leaf, state.with_provenance(self.backend), gradient, pairs)
             return
-        (rows, extra), counted = state.provenance, backend.measure_rows(gradient)
+        (rows, extra), counted = state.provenance, self.backend.measure_rows(gradient)
         leaf.found = Counts(*counted, rows[:1], extra, pairs.start)
 
     def _add_lazy(self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int) -> None:
@@ -154,9 +158,9 @@ class Tally:
                 return
         pieces = part.pieces(gradient, tuning.PIECE_ELEMENTS)
         if pieces is not None:
-            leaf.found = _count_pieces(state, pieces, pair)
+            leaf.found = _count_pieces(state, pieces, pair, self.backend)
         else:
-            self._add_dense(leaf, materialise(state), gradient, pair)
+            self._add_dense(leaf, materialise(state, self.backend), gradient, pair)
 
     def _add_uniform(
         self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int
@@ -166,8 +170,8 @@ class Tally:
         uniform = UniformLeaf(leaf, state.parts, gradient)
         at = None if jobs is None else jobs.measure(gradient)
         if jobs is None or at is None:
-            count, size = backend_of(gradient).measure(gradient)
-            missed = uniform.missed(int(count)) if state.parts else None
+            count, size = self.backend.measure(gradient)
+            missed = uniform.missed(int(count), self.backend) if state.parts else None
             count = count if missed is None else count + missed
             leaf.found = Counts(count.reshape(1), size.reshape(1), rows, extra, pair)
             return
@@ -200,7 +204,7 @@ class Tally:
         jobs = self._jobs(gradient)
         at = None if jobs is None else jobs.tally(ids, gradient, pending.size)
         if jobs is None or at is None:
-            counted = backend_of(ids).tally(ids, gradient, pending.size)
+            counted = self.backend.tally(ids, gradient, pending.size)
             leaf, rows, extra, pair, blank, _, _ = pending
             leaf.found = Counts(*counted, rows, extra, pair, blank)
         else:
@@ -210,7 +214,7 @@ class Tally:
         """The batch for the gradient's device; None if leaves are counted one by one."""
         jobs = self.jobs
         if jobs is None and self.room:
-            jobs = self.jobs = backend_of(gradient).tally_batch(gradient)
+            jobs = self.jobs = self.backend.tally_batch(gradient)
         return jobs if jobs is not None and jobs.device == gradient.device else None
 
     def _enqueue(self, jobs: LeafBatch, leaf: PendingLeaf) -> None:
@@ -235,7 +239,7 @@ class Tally:
             return
         found = [each.leaf.found for each in self.uniform if each.leaf.found is not None]
         for uniform, each, number in zip(self.uniform, found, _first_counts(found)):
-            missed = uniform.missed(number)
+            missed = uniform.missed(number, self.backend)
             if missed is not None:
                 mine = slice(each.start, each.start + 1)
                 counts, sums = each.counts[mine] + missed, each.sums[mine]
@@ -247,7 +251,7 @@ class Tally:
         """Count rows of a leaf, in ``groups`` of equal size, for ``row_sums``: not in ``result``,
         and known after it.
         """
-        state = materialise(found.state).with_provenance()
+        state = materialise(found.state, self.backend).with_provenance(self.backend)
         ids, (rows, extra) = state.ids, state.provenance
         assert ids is not None
         entries = len(rows) + 1
@@ -293,7 +297,7 @@ class Tally:
             weights.append((gradient / self.drawn.unit).square())
         # few of the leaves and sets that could be occur
         there, ids = ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        found = [backend_of(ids).tally(ids.int(), weight, len(there)) for weight in weights]
+        found = [self.backend.tally(ids.int(), weight, len(there)) for weight in weights]
         return [(_at(there, counts, count), _at(there, sums, count)) for counts, sums in found]
 
     def _leaf(self, value: int, size: int, total: int) -> LeafCounts:
@@ -309,11 +313,12 @@ class Tally:
         order = [place[leaf.value] for leaf in self.leaves]
         bits = self.facts.chosen.bits
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
-        asked = self.pairs, reach, order, totals, bits
-        sums = grouped([leaf.found for leaf in self.leaves if leaf.found is not None]).added(*asked)
+        asked = self.pairs, reach, order, totals, bits, self.backend
+        every = [leaf.found for leaf in self.leaves if leaf.found is not None]
+        sums = grouped(every, self.backend).added(*asked)
         known: list[Iterable[KnownVariance]] = [repeat(None), repeat(None)]
         if self.drawn is not None:
-            squares = grouped(self.squares).added(*asked)
+            squares = grouped(self.squares, self.backend).added(*asked)
             known = self._variances(self.drawn, (sums.through, sums.eligible), squares)
         names, sizes = [leaf.name for leaf in self.leaves], [leaf.size for leaf in self.leaves]
         own = own_elements(names, order, sizes, reach, len(bits))
@@ -370,25 +375,29 @@ def _first_counts(found: Sequence[Counts]) -> list[int]:
     return [read[places[id(each.counts)] + each.start] for each in found]
 
 
-def _count_pieces(state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int) -> Counts:
+def _count_pieces(
+    state: TracedValue, pieces: Iterable[tuple[Tensor, Tensor]], pair: int, backend: Backend
+) -> Counts:
     """Count a large leaf piece by piece, computing the ids of each piece in turn."""
     rows, extra = state.provenance
-    counted = starmap(lambda ids, part: backend_of(ids).tally(ids, part, len(rows) + 1), pieces)
+    counted = starmap(lambda ids, part: backend.tally(ids, part, len(rows) + 1), pieces)
     # a generator, so that each piece is freed before the next is computed
     return Counts(*summed(counted), rows, extra, pair, 1)
 
 
-def _count_sparse(state: TracedValue, gradient: Tensor | None, pair: int) -> Counts:
+def _count_sparse(
+    state: TracedValue, gradient: Tensor | None, pair: int, backend: Backend
+) -> Counts:
     """Count a sparse leaf: the listed elements by their ids, and the others, unless they have no
     gradient, as a uniform leaf.
     """
     sparse, (rows, extra) = state.sparse, state.provenance
     assert sparse is not None
-    counts, sizes = backend_of(sparse.ids).tally(sparse.ids, sparse.value, len(rows) + 1)
+    counts, sizes = backend.tally(sparse.ids, sparse.value, len(rows) + 1)
     if not state.parts and gradient is not None:
         line, at = laid(gradient, sparse.at)
         line[at] = 0  # restored below: measure the other elements only
-        count, size = backend_of(gradient).measure(gradient)
+        count, size = backend.measure(gradient)
         line[at] = sparse.value
         counts[1] += count
         sizes[1] += size

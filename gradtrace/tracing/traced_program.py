@@ -17,6 +17,7 @@ from gradtrace.components.module_parts import WholeProgram
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
 from gradtrace.ir.program import Leaf, Program
+from gradtrace.kernels import Backend, backend_of
 from gradtrace.linops import Cut, Identity, Index, Reduce, Slot
 from gradtrace.linops.away import AwayView
 from gradtrace.linops.read_through import views_of
@@ -95,6 +96,11 @@ class TracedProgram:
     def device(self) -> torch.device:
         """Where paths are followed."""
         return self.program.seed.device
+
+    @property
+    def backend(self) -> Backend:
+        """Of the device that all values are on: what is executed for a request is given it."""
+        return backend_of(self.program.seed)
 
     @property
     def silent(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 from gradtrace.linops import Contract, Map, Scatter
 from gradtrace.linops.indexing import PROBED_ELEMENTS
 from gradtrace.linops.scatter import SparseElements
@@ -191,12 +191,6 @@ class TracedValue(NamedTuple):
         value, exponent, ids, provenance, *rest = self  # _replace is slower
         return _tuple(TracedValue, (value, exponent, ids, provenance.with_bits(bits), *rest))
 
-    def at(self, index: tuple[int, ...]) -> int:
-        """The provenance set of one element; 0 if it has no path."""
-        state = materialise(self).with_provenance()
-        assert state.ids is not None
-        return self.provenance.sets()[int(state.ids[index])]
-
     @property
     def compared(self) -> Tensor:
         """By what the value is compared with others, up to its sign."""
@@ -205,13 +199,13 @@ class TracedValue(NamedTuple):
         assert self.value is not None
         return self.value
 
-    def with_provenance(self) -> TracedValue:
+    def with_provenance(self, backend: Backend) -> TracedValue:
         """With an id for each element, and id 0 at elements without a path (not ``unmasked``)."""
         if self.ids is not None and not self.unmasked:
             return self
         compared = self.compared
         if self.ids is not None:
-            ids = backend_of(compared).masked(self.ids, compared)
+            ids = backend.masked(self.ids, compared)
             return self._replace(ids=ids, unmasked=False)
         ids = torch.empty(compared.shape, dtype=torch.int32, device=compared.device)
         torch.ne(compared, 0, out=ids)
@@ -246,7 +240,7 @@ def thinned(state: TracedValue) -> TracedValue:
     return state if few is None else state._replace(sparse=few)
 
 
-def materialise(state: TracedValue) -> TracedValue:
+def materialise(state: TracedValue, backend: Backend) -> TracedValue:
     """With ``value`` computed, and ids that include elements whose contributions cancel to 0."""
     if not state.parts:
         return state
@@ -264,19 +258,21 @@ def materialise(state: TracedValue) -> TracedValue:
         return state._replace(value=value, ids=state.parts[0].ids(), parts=())
     if state.ids is not None:
         return state._replace(value=value, parts=())
-    missed = cancelled(state.parts, value)
+    missed = cancelled(state.parts, value, backend)
     ids = None if missed is None else ((value != 0) | missed).int()
     return state._replace(value=value, ids=ids, parts=())
 
 
-def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor | None:
+def cancelled(
+    parts: tuple[PendingContribution, ...], value: Tensor, backend: Backend
+) -> Tensor | None:
     """Which elements of a sum are 0 although a contribution is not; None if there are none."""
     if len(parts) == 1 and (sent := parts[0].sent_to_zeros(value)) is not None:
         if not len(sent):
             return None
         found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
         return found.index_fill_(0, sent, True).reshape(value.shape)
-    at = _zeros_of_sum(parts, value)
+    at = _zeros_of_sum(parts, value, backend)
     if not len(at):
         return None
     if len(parts) == 1:
@@ -292,9 +288,10 @@ def cancelled(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor |
     return found.reshape(value.shape)
 
 
-def _zeros_of_sum(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor:
+def _zeros_of_sum(
+    parts: tuple[PendingContribution, ...], value: Tensor, backend: Backend
+) -> Tensor:
     """The numbers of the elements of a sum that are 0, of those that may get a contribution."""
-    backend = backend_of(value)
     waits, at = backend.synchronises, None
     if not waits and value.is_contiguous():
         at = backend.zeros(value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradtrace.ir.passes.uniform_leaves import Contribution, UniformLeaf
 from gradtrace.ir.program import Constants, Program
-from gradtrace.kernels import backend_of
+from gradtrace.kernels import Backend
 from gradtrace.kernels.operands import GroupRequest, GroupSums, Whole
 from gradtrace.linops import Scatter
 from gradtrace.linops.scatter import SparseElements
@@ -60,57 +60,61 @@ class UniformTally(NamedTuple):
         own = own_elements([names[leaf.value] for leaf in leaves], places, sizes, reach, len(bits))
         return cls(program.root, leaves, places, np.array(sizes, np.int64), request, through, own)
 
-    def counted(self, constants: Constants) -> GroupSums:
-        """The sums of a program's leaves, by component."""
-        known, host, many = constants.known_gradients(), backend_of(HOST), len(self.leaves)
+    def counted(self, constants: Constants, backend: Backend) -> GroupSums:
+        """The sums of a program's leaves, by component; they are on the CPU (``sums_groups``)."""
+        known, many = constants.known_gradients(), len(self.leaves)
         known[self.root] = constants.seed
         counts, sums = np.zeros(many, np.int64), np.zeros(many)
         together: dict[int, Tensor] = {}
         for n, (leaf, place) in enumerate(zip(self.leaves, self.places)):
             gradient = known.get(leaf.value)
             if gradient is None and (few := _few(leaf.part, known, constants)) is not None:
-                found = backend_of(few.value).tally(few.ids, few.value, 2)
+                found = backend.tally(few.ids, few.value, 2)
                 counts[n], sums[n] = (each[1].item() for each in found)
                 continue
             if gradient is None:
                 gradient = constants.leaves[place].compute()  # one at a time: these are large
-            elif backend_of(gradient) is host:
+            else:
                 together[n] = gradient
                 continue
-            number, total = map(Tensor.item, backend_of(gradient).measure(gradient))
+            number, total = map(Tensor.item, backend.measure(gradient))
             if number < gradient.numel() and leaf.part is not None:
-                number += _count_cancelled(leaf.part, gradient, known, constants)
+                number += _count_cancelled(leaf.part, gradient, known, constants, backend)
             counts[n], sums[n] = number, total
         if together:
-            found = host.measure_many([*together.values()])
+            found = backend.measure_many([*together.values()])
             counts[[*together]], sums[[*together]] = (each.numpy() for each in found)
         short = set(np.flatnonzero(counts < self.sizes).tolist())
-        for n, more in self._cancelled(short & together.keys(), known, constants):
+        for n, more in self._cancelled(short & together.keys(), known, constants, backend):
             counts[n] += more
-        summed = host.group_sums(self.request, torch.from_numpy(counts), torch.from_numpy(sums))
+        summed = backend.group_sums(self.request, torch.from_numpy(counts), torch.from_numpy(sums))
         return summed._replace(through=summed.eligible) if self.through else summed
 
     def _cancelled(
-        self, short: set[int], known: dict[int, Tensor], constants: Constants
+        self, short: set[int], known: dict[int, Tensor], constants: Constants, backend: Backend
     ) -> Iterator[tuple[int, int]]:
         """Of these leaves, the number of elements that are 0 but have a path."""
         parts = {n: part for n in short if (part := self.leaves[n].part) is not None}
-        host, used = backend_of(HOST), {part.value for part in parts.values()}
-        values = [value for value in used if backend_of(known[value]) is host]
+        values = [*{part.value for part in parts.values()}]
         zero: set[int] = set()
         if values:
-            found = host.measure_many([known[value] for value in values])[0].tolist()
+            found = backend.measure_many([known[value] for value in values])[0].tolist()
             zero = {value for value, count in zip(values, found) if not count}
         for n, part in parts.items():
             if part.value not in zero:  # else all contributions are 0
-                yield n, _count_cancelled(part, known[self.leaves[n].value], known, constants)
+                gradient = known[self.leaves[n].value]
+                yield n, _count_cancelled(part, gradient, known, constants, backend)
 
 
 def _count_cancelled(
-    part: Contribution, gradient: Tensor, known: dict[int, Tensor], constants: Constants
+    part: Contribution,
+    gradient: Tensor,
+    known: dict[int, Tensor],
+    constants: Constants,
+    backend: Backend,
 ) -> int:
     """The number of elements that are 0 though a contribution is not."""
-    found = cancelled((_pending(part, known, constants),), gradient)
+    found = cancelled((_pending(part, known, constants),), gradient, backend)
     return 0 if found is None else int(found.sum())
 
 
