@@ -27,7 +27,8 @@ from gradtrace.ir import interpreter
 from gradtrace.ir.cost import block_edges
 from gradtrace.recording import gradients, node_rules, record
 from gradtrace.recording.formula import FormulaRecorder
-from gradtrace.recording.node_rules import _CALLS, MULTI_OUTPUT_RULES, NODES, summed
+from gradtrace.recording.node_rules import MULTI_OUTPUT_RULES, NODES, summed
+from gradtrace.recording.node_rules.table import _CALLS
 from gradtrace.semirings import COUNT, MAX
 
 a = torch.linspace(0.2, 1.7, 12, dtype=torch.float64).reshape(3, 4)
