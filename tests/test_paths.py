@@ -505,6 +505,15 @@ def test_a_long_path_keeps_its_weight(rule: str) -> None:
     assert path.share == near(1.0)
 
 
+def test_an_empty_batch_has_no_paths() -> None:
+    """A product over 0 samples has no largest entry."""
+    w = torch.ones(2, 3, requires_grad=True)
+    trace = gt.trace(F.linear(torch.ones(0, 3), w).tanh().sum(), names={"w": w})
+    with pytest.raises(GradtraceError, match=r"w\[0, 1\] has no path"):
+        trace.path("w", (0, 1))
+    assert not list(trace.paths(sample=3))
+
+
 @pytest.mark.parametrize("factor", [0.25, -0.25])
 def test_a_weight_too_small_for_a_float(factor: float) -> None:
     """Viterbi finds the path all the same; for greedy all that comes is 0, by rounding."""

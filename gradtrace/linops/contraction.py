@@ -68,7 +68,7 @@ class Contract(Map):
         return semiring.contract(self.spec, x, self.weight)
 
     def best(self, x: Tensor, at: Tensor | None = None) -> Best:
-        if at is None or 2 * at.numel() >= self.outputs:
+        if at is None or 2 * at.numel() >= self.outputs or not self.inputs:
             return chosen(*super().best(x), at)
         return self._best_at(x, at)
 
