@@ -156,11 +156,18 @@ class watch(Session, Listener):
 
     def _attach(self) -> Callable[[], None]:
         """Name the parameters, and listen to every module call; returns a function to stop."""
-        for name, parameter in named_parameters(self.model):
-            self.name_table.name(parameter, name)
+        self.name_leaves()
         for name, module in named_modules(self.model):
             self._know(module, name)
         return listen(self, self._modules.values())
+
+    def name_leaves(self) -> None:
+        """Name the parameters that the model has now; inside ``torch.func.functional_call`` they
+        may be tensors made from them, which are no leaves.
+        """
+        for name, parameter in named_parameters(self.model):
+            if parameter.is_leaf:
+                self.name_table.name(parameter, name)
 
     def _know(self, module: nn.Module, name: str) -> None:
         """Set the name of a module, if it has none so far."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -383,6 +384,16 @@ def test_a_loss_that_does_not_reach_the_model() -> None:
         model(batches(1)[0][0])
         with pytest.raises(GradtraceError, match="no parameter of the Sequential"):
             monitor.step(loss_of(other, batches(1)[0]))
+
+
+def test_parameters_of_a_functional_call_are_known() -> None:
+    """Where the watch is opened, the model holds tensors that are made from its parameters."""
+    model, (x, y) = net(), batches(1)[0]
+    with gt.Monitor(model, every=1, budget=None) as monitor:
+        scaled = {name: p * 1.5 for name, p in model.named_parameters()}
+        record = monitor.step(functional.cross_entropy(functional_call(model, scaled, (x,)), y))
+    assert record is not None and record.influence is not None
+    assert record.influence["3"].own == sum(p.numel() for p in model[3].parameters())
 
 
 def test_a_loss_of_another_model_that_is_not_called_either() -> None:

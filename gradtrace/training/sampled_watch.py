@@ -72,6 +72,8 @@ class SampledWatch(Watcher):
         """The watch since the last call, closed; None if no forward pass was watched."""
         self._close()
         found, self._watch = self._watch, None
+        if found is not None and found.name_table.sharded is None:
+            found.name_leaves()  # it may have been opened inside functional_call
         return found
 
     @contextmanager
