@@ -109,8 +109,11 @@ def completed(app: Any, docname: str, source: list[str]) -> None:
         from commands import reference
 
         source[0] = source[0].replace("<!-- commands -->", reference())
-    if docname.startswith("experiments/"):
+    folder, _, name = docname.rpartition("/")
+    if folder == "experiments":
         source[0] += SOURCES
+        if (HERE / folder / "more" / f"{name}.md").exists():
+            source[0] += f"\n\n```{{toctree}}\n:hidden:\n\nmore/{name}\n```\n"
     if docname == "experiments/index":
         source[0] += EXPERIMENTS
 

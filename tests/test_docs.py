@@ -296,7 +296,7 @@ def test_every_page_is_in_the_site() -> None:
                     entry = re.sub(r".*<(.*)>", r"\1", line.strip())
                     if entry and not entry.startswith(":"):
                         listed.add((page.parent / f"{entry}.md").resolve())
-    missing = set(DOCS.rglob("*.md")) - listed - set((DOCS / "experiments").glob("*.md"))
+    missing = set(DOCS.rglob("*.md")) - listed - set((DOCS / "experiments").rglob("*.md"))
     assert missing == {DOCS / "index.md"}
 
 

@@ -40,7 +40,7 @@ import gradtrace as gt
 from gradtrace.experiments.branching import Branching, branching
 from gradtrace.experiments.contest import COSTS, Trial
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Seeds, Tick
-from gradtrace.experiments.harness.statistics import Interval, with_interval
+from gradtrace.experiments.harness.statistics import Interval, out_of, with_interval
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -262,7 +262,8 @@ def _introduction(found: Sequence[tuple[Trial, Any]]) -> str:
     arms = [trial.censored([name]) for trial, _ in found for name in trial.names]
     return (
         f"{len(found)} random networks with {diamonds} diamonds, trained again without each of "
-        f"their {len(arms)} sides; {sum(arms)} of these did not reach the target in the budget."
+        f"their {len(arms)} sides; {out_of(sum(arms), len(arms))} of these did not reach the "
+        "target in the budget."
     )
 
 

@@ -34,7 +34,7 @@ from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, 
 from gradtrace.experiments.harness.parts import ResultPart, all_cells, all_findings
 from gradtrace.experiments.harness.statistics import with_interval
 from gradtrace.experiments.slides import costs, differences, formulas
-from gradtrace.experiments.slides.differences import over_seeds
+from gradtrace.experiments.slides.differences import bowls, over_seeds
 
 PARTS = cast(
     dict[str, ResultPart], {"differences": differences, "costs": costs, "formulas": formulas}
@@ -66,15 +66,14 @@ def measure(cell: Cell, tick: Tick) -> Result:
 
 
 def headline(facts: Mapping[str, Any]) -> str:
-    """The answer in a sentence; what is counted does not depend on seeds."""
+    """The answer in a sentence; evaluations do not depend on seeds."""
     curves, costs = facts.get("differences", {}), facts.get("costs", {})
-    bowls = sum(curve["u"] for curve in curves.values())
     parts = []
     if curves:
         best = with_interval(over_seeds(curves, "float64 central", "steps"), ".0e")
         parts.append(
-            f"a gradient by differences is best at one step ({best} in float64), worse at larger "
-            f"and smaller ones ({bowls} of {len(curves)} curves)"
+            f"a gradient by differences is best at one step ({best} in float64) and worse at "
+            f"others ({bowls(curves)})"
         )
     if check := costs.get("check"):
         d = max(check, key=int)

@@ -9,7 +9,7 @@ from math import isfinite, log2, nan
 from typing import Any
 
 from gradtrace.experiments.harness.findings import Findings, Plot, Row, Series, Table
-from gradtrace.experiments.harness.statistics import Interval, average, with_interval
+from gradtrace.experiments.harness.statistics import Interval, average, out_of, with_interval
 from gradtrace.experiments.rivals import (
     BASELINES,
     FEWEST,
@@ -258,7 +258,8 @@ def _introduction(found: Sequence[Trial]) -> str:
     return (
         f"{', '.join(found[0].names)} side by side in {_number(len(found), 'network')} "
         f"({', '.join(tasks)}; {_number(seeds, 'seed')}), each trained again with parts removed; "
-        f"{sum(singles)} of {len(singles)} without one did not reach the target in the budget."
+        f"{out_of(sum(singles), len(singles))} without one did not reach the target in the "
+        "budget."
     )
 
 

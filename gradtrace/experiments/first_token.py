@@ -37,7 +37,6 @@ results had been seen.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.statistics import Interval, bootstrap
+from gradtrace.experiments.harness.statistics import Interval, bootstrap, out_of, wilson
 from gradtrace.experiments.operator_paths import most_positive
 from gradtrace.semirings import MAX
 
@@ -265,7 +264,7 @@ def headline(facts: Mapping[str, Any]) -> str:
         group: stands(facts["patched"][group], name, int(learned))
         for group, name in CLAIMED.items()
     }
-    theirs, fused = (counted(int(both[kind]), int(learned)) for kind in ("theirs", "fused"))
+    theirs, fused = (out_of(int(both[kind]), int(learned)) for kind in ("theirs", "fused"))
     return (
         "Which part of a model a gradient seems to come through depends on how finely its "
         f"arithmetic is cut: what Du et al. say of two words holds in {theirs} models cut as "
@@ -289,6 +288,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         for group in CLAIMED
     }
     known["agree"] = {kind: agreeing(results, kind) for kind in MEASURES}
+    known["both of all"] = {kind: claims(models, kind)["both"] for kind in MEASURES}
     tables = (claims_table(results), patching_table(results), words_table(results))
     return Findings(sentence(results, known), tables, plots(results), known)
 
@@ -324,20 +324,6 @@ def agreeing(results: Sequence[Result], kind: str) -> int:
     )
 
 
-def wilson(part: int, total: int) -> Interval:
-    """The 95% interval of a share that was counted."""
-    z, share = 1.96, part / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total**2)) / (1 + z * z / total)
-    return Interval(share, max(middle - half, 0.0), min(middle + half, 1.0))
-
-
-def counted(part: int, total: int) -> str:
-    """``18 of 20 [70%, 97%]``."""
-    found = wilson(part, total)
-    return f"{part} of {total} [{found.low:.0%}, {found.high:.0%}]"
-
-
 def over(results: Sequence[Result], ask: Any) -> Interval:
     """The mean over models, with its interval; of one model, nothing is known but its value."""
     values = [float(ask(result)) for result in results]
@@ -347,21 +333,36 @@ def over(results: Sequence[Result], ask: Any) -> Interval:
 
 def sentence(results: Sequence[Result], known: Mapping[str, Any]) -> str:
     """What was found, in words."""
-    total, held = known["learned"], known["claims"]
-    both = {kind: counted(held[kind]["both"], total) for kind in MEASURES}
+    total, held, every = known["learned"], known["claims"], known["models"]
+    both = {kind: out_of(held[kind]["both"], total) for kind in MEASURES}
+    whole = {kind: out_of(known["both of all"][kind], every) for kind in MEASURES}
     patched_ = known["patched"]
-    agree = {kind: counted(known["agree"][kind], total) for kind in MEASURES}
     return (
-        f"{total} of {known['models']} models learned the task. {plainly(known)} Both orders, the "
-        f"repeated word by its key and the first word by its query, hold in {both['theirs']} "
-        f"models with operators cut as theirs, in {both['opened']} opened by gradtrace, and in "
-        f"{both['fused']} with softmax and layer norm as one operator each. Without sorting again "
-        f"after every operator these are {both['theirs, unsorted']}, {both['opened, unsorted']} "
-        f"and {both['fused, unsorted']}. Path patching has in front for the repeated word "
+        f"{out_of(total, every)} models learned the task. {plainly(known)} Both orders, the "
+        "repeated word by its key and the first word by its query, hold in "
+        f"{both['opened, unsorted']} of these models opened by gradtrace, in "
+        f"{both['theirs, unsorted']} with operators cut as theirs, and in "
+        f"{both['fused, unsorted']} with softmax and layer norm as one operator each. With the "
+        "largest and the least sorted again after every operator, as Du et al. do, these are "
+        f"{both['opened']}, {both['theirs']} and {both['fused']}. Of all models, learned or not, "
+        f"they hold opened in {whole['opened, unsorted']} without sorting again and in "
+        f"{whole['opened']} with it. Path patching has in front for the repeated word "
         f"{fronts(patched_['repeated'], total)}. For the first word it is "
-        f"{fronts(patched_['first'], total)}. These branches are the measure's for both words in "
-        f"{agree['theirs']} models with operators as theirs, and in {agree['opened']} opened by "
-        f"gradtrace. {compared(results)}"
+        f"{fronts(patched_['first'], total)}. {agreement(results, known)} {compared(results)}"
+    )
+
+
+def agreement(results: Sequence[Result], known: Mapping[str, Any]) -> str:
+    """Which writing has the branches of path patching in front, model by model."""
+    agree = {kind: out_of(known["agree"][kind], len(results)) for kind in MEASURES}
+    gain = over(results, lambda r: agreeing([r], "fused") - agreeing([r], "opened"))
+    sign = gain.sign if len(results) > 1 else 0
+    words = {1: "the fused writing", -1: "the opened one", 0: "neither writing for sure"}
+    return (
+        f"These branches are a measure's for both words in {agree['fused']} models fused, in "
+        f"{agree['opened']} opened and in {agree['theirs']} cut as theirs; not sorted again in "
+        f"{agree['opened, unsorted']} opened. So model by model path patching agrees more with "
+        f"{words[sign]}: fused less opened is {gain} of models."
     )
 
 
@@ -397,7 +398,7 @@ def stands(found: Mapping[str, int], name: str, total: int) -> str:
 def fronts(found: Mapping[str, int], total: int) -> str:
     """Which branches are in front, and in how many models."""
     some = sorted((name for name in found if found[name]), key=lambda name: -found[name])
-    return ", ".join(f"the {name} in {counted(found[name], total)}" for name in some) or "none"
+    return ", ".join(f"the {name} in {out_of(found[name], total)}" for name in some) or "none"
 
 
 def plainly(known: Mapping[str, Any]) -> str:
@@ -422,11 +423,11 @@ def claims_table(results: Sequence[Result]) -> Table:
         same = [str(over(results, lambda r, g=g: r["patching"]["same"][kind][g])) for g in CLAIMED]
         return (
             MEASURES[kind],
-            counted(held["first"], total),
-            counted(held["repeated"], total),
-            counted(held["both"], total),
-            counted(held["order"], total),
-            counted(agreeing(results, kind), total),
+            out_of(held["first"], total),
+            out_of(held["repeated"], total),
+            out_of(held["both"], total),
+            out_of(held["order"], total),
+            out_of(agreeing(results, kind), total),
             *same,
         )
 

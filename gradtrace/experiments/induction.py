@@ -60,6 +60,7 @@ from gradtrace.experiments.harness.findings import (
 from gradtrace.experiments.harness.statistics import (
     Floats,
     Interval,
+    out_of,
     percentiles,
     ranks,
     resample,
@@ -391,7 +392,7 @@ def _best(question: Question) -> dict[str, Any]:
 def _sentence(questions: Sequence[Question], facts: Mapping[str, Any]) -> str:
     formed, networks = facts["formed"], facts["networks"]
     said = [
-        f"{formed} of {networks} networks learned to continue repeated texts"
+        f"{out_of(formed, networks)} networks learned to continue repeated texts"
         + ("." if formed == networks else "; the others count, too.")
     ]
     for question in questions:

@@ -58,7 +58,7 @@ from gradtrace.experiments.harness.interleaved_timing import (
     power_fit,
     quotient,
 )
-from gradtrace.experiments.harness.statistics import Interval, student, with_interval
+from gradtrace.experiments.harness.statistics import Interval, out_of, student, with_interval
 
 QUICK = {"layers": [1, 10, 30, 100, 200, 300], "rounds": 3}
 FULL = {"layers": [1, *range(25, 1001, 25)], "rounds": 9}
@@ -233,11 +233,11 @@ def headline(facts: Mapping[str, Any]) -> str:
         return "How the time of a backward pass grows with depth cannot be told from these times."
     linear = all(_is_linear(each) for each in powers.values())
     grows = "grows in proportion to" if linear else "does not grow in plain proportion to"
-    least, most = (f"{each(known):.2f}" for each in (min, max))
-    power = least if least == most else f"{least} to {most}"
+    ends = [x for each in powers.values() for x in each if x is not None and isfinite(x)]
+    least, most = (f"{each(ends):.2f}" for each in (min, max))
     return (
-        f"The time of a backward pass {grows} the number of layers, whichever engine does it (as "
-        f"its power of {power}); an influence trace takes "
+        f"The time of a backward pass {grows} the number of layers, whichever engine does it "
+        f"(its power: within {least} to {most}); an influence trace takes "
         f"{with_interval(facts['ratio_by_seed'][INFLUENCE], '.1f')} times as long as PyTorch's "
         "pass."
     )
@@ -381,12 +381,14 @@ def _about_spikes(depths: int, facts: Mapping[str, Any]) -> str:
     if not inner:
         return "A spike has neighbours: it takes three depths to see one."
     if not ours and not theirs:
-        return f"We see no spikes: of {inner} inner depths no mean is 20% above its neighbours."
+        none = out_of(0, inner)
+        return f"We see no spikes: of inner depths {none} have a mean 20% above its neighbours."
     best = len(facts["spikes_of_best"]["kahn"])
     told = (
-        f"We see spikes: of {inner} inner depths, {ours} of Kahn's mean times and {theirs} of "
-        f"PyTorch's are over 20% above their neighbours. Of Kahn's best times {best} are, of its "
-        f"mean times without garbage collection {still}"
+        f"We see spikes: {out_of(ours, inner)} of Kahn's mean times and {out_of(theirs, inner)} "
+        "of PyTorch's, of depths that have neighbours, are over 20% above these. Of Kahn's best "
+        f"times {out_of(best, inner)} are, of its mean times without garbage collection "
+        f"{out_of(still, inner)}"
     )
     if still == 0 and ours >= ENOUGH:
         return f"{told}, which points to the collector as the cause."

@@ -43,9 +43,9 @@ def test_gradients_are_those_of_torch() -> None:
 
 def test_curves_are_u_shaped(found: Findings) -> None:
     curves = found.facts["differences"]
-    assert len(curves) == 8
+    assert len(curves) == 8 and "8 of 8 [68%, 100%] curves are U-shaped" in found.sentence
     for name, one in curves.items():
-        assert one["u"], name
+        assert one["u"] == one["curves"] == 1, name
         assert 1 / 30 < one["step"] / one["theory"] < 30, name
         assert 1 / 30 < one["error"] / one["error_theory"] < 30, name
         order = 1 if name.endswith("forward") else 2

@@ -187,6 +187,11 @@ def test_conclusions(rows: list[Row]) -> None:
     assert found.facts["claims"]["fused"]["both"] == 0 and found.facts["agree"]["fused"] == 0
     assert "opened operators name the branch of path patching more often" in found.sentence
     assert "opened less fused is 0.25 [0.25, 0.25]" in found.sentence
+    assert "more with the opened one: fused less opened is -1.00 [-1.00, -1.00]" in found.sentence
+    learned[0].result["models"][0]["accuracy"] = 0.9  # left out, and told of beside
+    less = experiment.conclude(learned)
+    assert "hold in 2 of 2 [34%, 100%] of these models opened by" in less.sentence
+    assert "hold opened in 3 of 3 [44%, 100%] without sorting again" in less.sentence
     assert re.search(
         r"in 0 of \d+ \[0%, \d+%\] cut as PyTorch does", experiment.headline(found.facts)
     )

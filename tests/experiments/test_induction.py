@@ -308,7 +308,7 @@ def test_a_row_has_every_score(rows: list[Row]) -> None:
 def test_findings(rows: list[Row]) -> None:
     found = induction.conclude(rows)
     assert induction.conclude(rows[::-1]) == found
-    assert found.sentence.startswith("0 of 2 networks") and "too few" in found.sentence
+    assert found.sentence.startswith("0 of 2 [0%, 66%] networks") and "too few" in found.sentence
     said = results.lead(induction, results.found(found, "induction"))["headline"]
     assert "our best measure tells to" in said and len(said) < 320
     assert len(results.sentences(said)) == 1

@@ -129,7 +129,7 @@ def test_recursion_is_told_with_its_depth() -> None:
         ({"kahn": {200: 1.5, 500: 1.5, 800: 1.5}}, "points to the collector"),
         ({"kahn": {200: 1.5}}, "comes and goes"),
         ({"kahn": {200: 1.5, 500: 1.5, 800: 1.5}, STILL: {300: 1.5}}, "comes and goes"),
-        ({PYTORCH: {200: 1.5}}, "0 of Kahn's mean times and 1 of PyTorch's"),
+        ({PYTORCH: {200: 1.5}}, "0 of 9 [0%, 30%] of Kahn's mean times and 1 of 9 [2%"),
     ],
 )
 def test_spikes_are_told(bump: dict[str, dict[int, float]], words: str) -> None:

@@ -807,13 +807,13 @@ def test_the_same_on_other_data_has_a_page_of_its_own(
     docs, words = tmp_path / "docs", tmp_path / "words of mine.txt"
     words.write_text("a b c")
     assert run(mine, "--quick", "--out", whole, "--docs", docs).exit_code == 0
-    before = {path.name: path.read_bytes() for path in docs.iterdir()}
+    before = {path.name: path.read_bytes() for path in docs.glob("*.*")}
     other = ("--set", "n=7", "--seeds", 2, "--text", words, "--name", "mine-other")
     result = run(mine, "--quick", *other, "--out", whole, "--docs", docs)
     assert result.exit_code == 0, result.stderr
     assert "mine-other: 14 sums" in result.stdout
     assert rows_in(whole) == 6  # and these of the other lie beside them
-    after = {path.name: path.read_bytes() for path in docs.iterdir()}
+    after = {path.name: path.read_bytes() for path in docs.glob("*.*")}
     for name in before.keys() - {"index.md"}:
         assert after[name] == before[name]
     assert {"mine-other.md", "mine-other.json", "mine-other-sums.png"} <= after.keys()
@@ -859,13 +859,18 @@ def test_a_name_is_of_one_experiment(tmp_path: Path) -> None:
 def test_markdown_for_the_docs(mine: Path, whole: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     assert run(mine, "--quick", "--out", whole, "--docs", docs).exit_code == 0
-    names = {path.name for path in docs.iterdir()}
+    names = {path.relative_to(docs).as_posix() for path in docs.rglob("*.*")}
     files = {"mine.md", "mine.json", "mine.rows.jsonl.gz", "mine-sums.png", "mine-a-b.svg"}
-    assert names == {"index.md", *files}
+    assert names == {"index.md", "more/mine.md", *files}
     text = (docs / "mine.md").read_text()
     assert "\\<script\\>" in text and "<script>" not in text and r"\|x\|" in text
     assert "![Sums of $x$ \\<i\\>](mine-sums.png)" in text and "`a & b`" in text
     assert "- [mine](mine.md): 6 sums" in (docs / "index.md").read_text()
+    assert "\n- More: [its other figures and tables](more/mine.md)\n" in text
+    rest = (docs / "more" / "mine.md").read_text()
+    assert "What [mine](../mine.md) has no room for." in rest and "](../mine-a-b.svg)" in rest
+    bare = json.loads((docs / "mine.json").read_text()) | {"drawings": {}}
+    assert page.more(bare, {}) == "" and "- More: " not in page.markdown(bare, {})
 
 
 HOSTILE = ("$x", "_hidden", "a$b$c", "<b>", "\\frac{", "名前", "")

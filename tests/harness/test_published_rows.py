@@ -82,7 +82,7 @@ def test_a_page_is_made_again_of_its_rows(mine: Path, tmp_path: Path) -> None:
     mine.write_text(MINE.replace('return {"y"', 'raise RuntimeError\n    return {"y"'))
     done = run(mine, "--rows", file, "--out", tmp_path / "p", "--docs", again)
     assert done.exit_code == 0, done.stderr
-    for path in docs.iterdir():
+    for path in docs.glob("*.*"):
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
     assert "mine.rows.jsonl.gz" in (docs / "mine.md").read_text()
     assert len(unpacked(file).rows) == 6

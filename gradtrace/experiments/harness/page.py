@@ -27,6 +27,8 @@ PARTS = ("question", "expectation", "method", "seeds")
 """What a page says of how an experiment was made, as its docstring does."""
 
 LIMITS = "limits"
+MORE = "more.md"
+"""Stands for the page with the figures and tables that are not on the first."""
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -193,19 +195,16 @@ def _row(tag: str, cells: Iterable[str], right: Sequence[bool]) -> str:
 
 
 def markdown(data: Data, files: Mapping[str, str]) -> str:
-    """The page of one experiment for the docs; ``files`` are its pictures by plot or drawing, and
-    that of its rows.
+    """The page of one experiment for the docs: answer, figure, table, findings, method and limits;
+    ``files`` are its pictures by plot or drawing, that of its rows, and that of its other tables.
     """
     about, first = data["about"], _lead(data)
-    titles = {plot["name"]: plot["title"] for plot in data["plots"]}
-    titles |= {title: title for title in data["drawings"]}
-    shown = {key: f"![{_quiet(titles[key])}]({files[key]})" for key in titles if key in files}
-    tables = {table["title"]: table for table in data["tables"]}
+    shown, tables = _shown(data, files), _tables(data)
     lines = [f"# {_quiet(name(data))}", "", f"> {_quiet(first['headline'])}"]
     if first["figure"] in shown:
-        lines += ["", shown.pop(first["figure"])]
+        lines += ["", shown[first["figure"]]]
     if first["table"] in tables:
-        lines += _titled(tables.pop(first["table"]))
+        lines += _titled(tables[first["table"]])
     lines += ["", "## In full", ""]
     lines += [f"- {_quiet(one)}" for one in sentences(data["sentence"])]
     lines += ["", "## Method"]
@@ -213,17 +212,41 @@ def markdown(data: Data, files: Mapping[str, str]) -> str:
         lines += ["", f"*{part.capitalize()}.* {_quiet(about[part])}"]
     lines += ["", f"Written by `{command(data)}`."]
     lines += ["", "## Limits", "", _quiet(about[LIMITS])] if LIMITS in about else []
-    lines += ["", "## More figures"] if shown else []
-    for figure in shown.values():
-        lines += ["", figure]
-    for table in tables.values():
-        lines += _titled(table)
     lines += ["", "## How it was run", ""]
     lines += [f"- {fact}: {_quiet(value)}" for fact, value in facts(data)]
+    if MORE in files:
+        lines += [f"- More: [its other figures and tables]({files[MORE]})"]
     if ROWS in files:
         again = f"gradtrace experiment {data['experiment']} --rows {files[ROWS]}"
         lines += [f"- Rows: [{files[ROWS]}]({files[ROWS]}); `{again}` makes every table of them"]
     return "\n".join(lines) + "\n"
+
+
+def more(data: Data, files: Mapping[str, str]) -> str:
+    """A page in a folder beside the first, with the other figures and tables; "" without any."""
+    first, title = _lead(data), _quiet(name(data))
+    figures = [line for key, line in _shown(data, files).items() if key != first["figure"]]
+    tables = [table for key, table in _tables(data).items() if key != first["table"]]
+    if not figures and not tables:
+        return ""
+    lines = [f"# {title}: more", "", f"What [{title}]({name(data)}.md) has no room for."]
+    lines += ["", "## Figures"] if figures else []
+    for figure in figures:
+        lines += ["", figure]
+    for table in tables:
+        lines += _titled(table)
+    return re.sub(r"(?<!\\)\]\(", "](../", "\n".join(lines)) + "\n"
+
+
+def _shown(data: Data, files: Mapping[str, str]) -> dict[str, str]:
+    """The pictures that there are, by plot or drawing."""
+    titles = {plot["name"]: plot["title"] for plot in data["plots"]}
+    titles |= {title: title for title in data["drawings"]}
+    return {key: f"![{_quiet(titles[key])}]({files[key]})" for key in titles if key in files}
+
+
+def _tables(data: Data) -> dict[str, Data]:
+    return {table["title"]: table for table in data["tables"]}
 
 
 def _titled(table: Data) -> list[str]:

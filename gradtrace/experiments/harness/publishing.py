@@ -43,7 +43,9 @@ def gather(out: Path) -> Path:
 
 
 def document(data: dict[str, Any], folder: Path, docs: Path) -> None:
-    """Write an experiment's Markdown, JSON, rows and pictures, and the list of all there."""
+    """Write an experiment's Markdown (a page, and one with its other figures and tables), JSON,
+    rows and pictures, and the list of all there.
+    """
     name = results.name(data)
     files = {}
     rows = folder / published_rows.FILE
@@ -57,6 +59,9 @@ def document(data: dict[str, Any], folder: Path, docs: Path) -> None:
             files[title] = f"{file_name(name)}-{drawn.name}"
             write(docs / files[title], drawn.read_bytes())
     write(docs / f"{file_name(name)}.json", results.text(data))
+    if more := page.more(data, files):
+        files[page.MORE] = f"more/{file_name(name)}.md"
+        write(docs / files[page.MORE], more)
     write(docs / f"{file_name(name)}.md", page.markdown(data, files))
     every = [found for path in docs.glob("*.json") if (found := results.read(path))]
     write(docs / "index.md", page.index(sorted(every, key=_order)))

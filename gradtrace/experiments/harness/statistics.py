@@ -9,7 +9,7 @@ exact (``average``), and what is told is first rounded to 12 digits (``steady``)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import exp, floor, fsum, inf, isfinite, isnan, log, log10, nan
+from math import exp, floor, fsum, inf, isfinite, isnan, log, log10, nan, sqrt
 from typing import TypeVar
 
 import numpy as np
@@ -34,6 +34,7 @@ __all__ = [
     "bootstrap",
     "geometric",
     "medians",
+    "out_of",
     "percentiles",
     "pooled",
     "ranks",
@@ -42,6 +43,7 @@ __all__ = [
     "student",
     "student_quantile",
     "theil_sen",
+    "wilson",
     "with_interval",
 ]
 T = TypeVar("T")
@@ -88,6 +90,30 @@ def with_interval(found: Sequence[float | None], form: str = ".2f", percent: boo
         return "unknown"
     known = [end for end in ends if end is not None]
     return f"{value}{unit}" + (f" [{', '.join(known)}]" if len(known) == 2 else "")
+
+
+def wilson(part: int, total: int) -> Interval:
+    """A share that was counted, with Wilson's interval; of nothing, none is known.
+
+    >>> wilson(18, 20)
+    Interval(value=0.9, low=0.69..., high=0.97...)
+    """
+    if not total:
+        return Interval(nan, -inf, inf)
+    z, share = 1.96, part / total
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z * sqrt(share * (1 - share) / total + z * z / (4 * total**2)) / (1 + z * z / total)
+    return Interval(*map(steady, (share, max(middle - half, 0.0), min(middle + half, 1.0))))
+
+
+def out_of(part: int, total: int) -> str:
+    """A count out of what was drawn, with Wilson's interval of its share.
+
+    >>> out_of(18, 20), out_of(0, 39), out_of(0, 0)
+    ('18 of 20 [70%, 97%]', '0 of 39 [0%, 9%]', '0 of 0')
+    """
+    _, low, high = wilson(part, total)
+    return f"{part} of {total}" + (f" [{low:.0%}, {high:.0%}]" if total else "")
 
 
 def bootstrap(

@@ -34,7 +34,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.statistics import geometric, student, with_interval
+from gradtrace.experiments.harness.statistics import average, geometric, student, with_interval
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.descent import Point, descend, gradient, marks, minimum
 from gradtrace.experiments.lecture.optimisers import Descent, constant
@@ -191,12 +191,24 @@ def conclude(rows: Sequence[Row]) -> Findings:
         f"{batch[0].cell['runs']} runs",
     )
     facts = _facts(table, [row for row in rows if row.cell["kind"] == "starts"]) | {
+        "noise_ratio": _noise_ratio(batch),
         "small_over_batch": [
             _ratio(batch, sizes, lambda row: _after(row, row.cell["samples"])),
             _ratio(batch, sizes, lambda row: row.result["floor"]),
-        ]
+        ],
     }
-    return Findings(_sentence(table, sizes, facts), (table,), (_plot(batch, sizes),), facts)
+    return Findings(_sentence(facts), (table,), (_plot(batch, sizes),), facts)
+
+
+def _noise_ratio(rows: Sequence[Row]) -> list[float | None]:
+    """Noise over what the formula says, of each seed over sizes, with its interval over seeds."""
+    found: dict[int, list[float]] = {}
+    for row in rows:
+        if row.result["formula"]:
+            each = row.result["noise"] / row.result["formula"]
+            found.setdefault(row.cell["seed"], []).append(each)
+    ratio = student([average(each) for each in found.values()])
+    return [x if isfinite(x) else None for x in ratio]
 
 
 def _ratio(
@@ -242,27 +254,24 @@ def _ordered(values: Sequence[Any]) -> bool:
     return all(b < a for a, b in pairwise(values))
 
 
-def _sentence(table: Table, sizes: Sequence[int], facts: Mapping[str, Any]) -> str:
-    first, last = table.rows[0], table.rows[-1]
-    ratios = facts["noise_over_formula"][:-1]
-    early = "lower" if facts["small_learns_first"] else "NOT lower"
+def _sentence(facts: Mapping[str, Any]) -> str:
+    early = "less" if facts["small_learns_first"] else "NOT less"
     once, often = (with_interval(each, ".2g") for each in facts["small_over_batch"])
     text = (
-        f"R(P,Q): the noise of a batch's gradient is {min(ratios):.2f} to {max(ratios):.2f} times "
-        f"S²/B·(N-B)/(N-1). After one pass over the data stochastic descent (B = 1) has an excess "
-        f"loss of {first[3]:.2g}, {early} than batch descent's {last[3]:.2g} (ratio {once}); after "
-        f"equally many updates it is {first[5]:.2g} against {last[5]:.2g} (ratio {often}), "
-        + ("falling with each larger B." if facts["large_ends_lower"] else "not falling with B.")
+        "Batches: the noise of a batch's gradient is "
+        f"{with_interval(facts['noise_ratio'], '.2f')} times what the formula says. After one pass "
+        f"over the data one sample at a time is {early} far from the best loss than whole batches "
+        f"({once} times as far), after equally many updates {often} times as far"
+        + ("." if facts["large_ends_lower"] else ", but not for each size between.")
     )
     if facts["starts"]:
         share = with_interval(facts["share"], percent=True)
-        text += f" Of {facts['starts']} random starts {facts['reached']} ({share}) reach the best "
+        text += f" Of {facts['starts']} random starts {share} reach the best minimum, "
         text += (
-            f"minimum, {facts['stuck']} come to rest elsewhere (slope below {REST:g}: a local "
-            "minimum or a plateau), the others are still on their way: as the lecture says, "
-            "descent need not find the global minimum."
+            f"{facts['stuck']} come to rest elsewhere (slope below {REST:g}): as the lecture says, "
+            "descent need not find it."
             if facts["stuck"]
-            else "minimum and none came to rest elsewhere."
+            else "and none came to rest elsewhere."
         )
     if facts["below"] > CLOSE:
         text += f" A start went {facts['below']:.1e} below what was taken for the best minimum."

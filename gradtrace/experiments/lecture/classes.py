@@ -30,6 +30,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
+from gradtrace.experiments.harness.statistics import student, with_interval
 from gradtrace.experiments.lecture.descent import Point, descend, gradient, marks
 from gradtrace.experiments.lecture.optimisers import Momentum
 
@@ -130,14 +131,14 @@ def conclude(rows: Sequence[Row]) -> Findings:
 
     facts = {key: most(key) for key in ("sum", "p_minus_t", "same", "frequencies", "moments")}
     facts["off_entropy"] = max(abs(r.result["loss"] - r.result["entropy"]) for r in rows)
-    facts["gains"] = min(r.result["entropy"] - r.result["with_features"] for r in rows)
+    gains = student([r.result["entropy"] - r.result["with_features"] for r in rows])
+    facts["gains"] = gains.value
     facts["wrong_cross"], facts["wrong_square"] = most("wrong_cross"), most("wrong_square")
     sentence = (
-        f"Cross entropy: CE = H + KL to {facts['sum']:.0e}, both have the gradient p - t (to "
-        f"{max(facts['p_minus_t'], facts['same']):.0e}); a model of biases ends at the frequencies "
-        f"of the classes (to {facts['frequencies']:.0e}) with their entropy as loss (to "
-        f"{facts['off_entropy']:.0e}), and features save at least {facts['gains']:.2f} nats. A "
-        f"sample that is wrong for sure (score {SATURATED:g}) has the slope "
+        f"Cross entropy is entropy and KL added up, to {facts['sum']:.0e}, and both have the "
+        f"gradient p - t; a model of biases ends at the entropy of the classes, to "
+        f"{facts['off_entropy']:.0e}, and features save {with_interval(gains)} nats. A sample that "
+        f"is wrong for sure (score {SATURATED:g}) has the slope "
         f"{facts['wrong_cross']:.3g} under cross entropy, {facts['wrong_square']:.1e} under the "
         "square error."
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
+from math import isfinite
 from statistics import mean
 from typing import Any
 
@@ -29,6 +30,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
+from gradtrace.experiments.harness.statistics import geometric, with_interval
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.descent import Point, descend, gradient, marks
 from gradtrace.experiments.lecture.optimisers import Descent, constant
@@ -169,11 +171,10 @@ def _lines(lines: Sequence[Result]) -> tuple[str, tuple[Plot, ...], dict[str, An
         ),
     }
     sentence = (
-        f"Linear regression: at the solution of Gauss's equations our gradient is 0 to "
-        f"{facts['slope']:.0e}, and {lines[0]['steps'][-1]} steps of descent leave at most "
-        f"{facts['distance']:.0e} of the distance to it, "
-        + ("within" if facts["bounded"] else "NOT within")
-        + " the bound (1 - μ/L)ᵏ at each step."
+        f"Linear regression: {lines[0]['steps'][-1]} steps of descent leave at most "
+        f"{facts['distance']:.0e} of the distance to Gauss's solution, "
+        + ("as" if facts["bounded"] else "NOT as")
+        + " theory bounds it."
     )
     series = [
         Series(f"seed {n}", r["steps"][1:], [max(d, 1e-17) for d in r["distances"][1:]])
@@ -229,18 +230,24 @@ def _ridges(rows: Sequence[Row]) -> tuple[str, Table, dict[str, Any]]:
         ),
         "shrinks": all(_falls(of, kind, penalties) for kind in ("ridge", "program")),
         "best_penalty": best,
+        "saved": _saved(of("ridge", penalties[0], "test"), of("ridge", best, "test")),
     }
-    least = f"{penalties[0]:g}"
     said = (
-        f"Ridge: descent is within {off:.0e} of the closed form for each λ > 0, "
+        f"Ridge: descent is within {off:.0e} of the closed form, "
         + ("as near as" if facts["ridge_within"] else "NOT as near as")
-        + " the bound ((κ-1)/(κ+1))ᵏ says; weights "
+        + " theory says, and weights "
         + ("shrink" if facts["shrinks"] else "do NOT always shrink")
-        + f" as λ grows, of the linear model and of R(P,Q); of {len(penalties)} λ, the error on "
-        + f"unseen samples is least at λ = {best:g} ({tests[best]:.3g}, at λ = {least} "
-        + f"{tests[penalties[0]]:.3g})."
+        + f" as the penalty λ grows; of {len(penalties)} the error on unseen samples is least at "
+        + f"λ = {best:g}, {with_interval(facts['saved'], '.3g')} times less than at λ = "
+        + f"{penalties[0]:g}{'' if (facts['saved'][1] or 0) > 1 else ', which may be chance'}."
     )
     return said, table, facts
+
+
+def _saved(without: Sequence[float], penalised: Sequence[float]) -> list[float | None]:
+    """How many times less the error is, of the same seed, with its interval over seeds."""
+    found = geometric([a / b for a, b in zip(without, penalised) if b])
+    return [x if isfinite(x) else None for x in found]
 
 
 def _falls(of: Any, kind: str, penalties: Sequence[float]) -> bool:

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import pairwise
-from math import comb
-from statistics import mean
+from math import comb, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
+from gradtrace.experiments.harness.statistics import Interval, student, with_interval
 
 WORKERS = (1, 2, 4, 8)
 SCHEDULES = ("kahn", "creation", "recursive")
@@ -286,7 +286,7 @@ def _facts(rows: Sequence[Row]) -> dict[str, Any]:
         "apart_of_two": max((r["apart"] for r in results if r["most_users"] <= 2), default=0.0),
         "orders_of_example": example[0]["orders"] if example else None,
         "orders_by_hand": comb(4, 2),
-        "parallel": {kind: mean(_parallel(rows, kind)) for kind in sorted(kinds)},
+        "parallel": {kind: _numbers(student(_parallel(rows, kind))) for kind in sorted(kinds)},
     }
 
 
@@ -295,8 +295,14 @@ def _parallel(rows: Sequence[Row], kind: str) -> list[float]:
     return [result["nodes"] / result["longest"] for result in some]
 
 
+def _numbers(found: Interval) -> list[float | None]:
+    """An interval as JSON; of a program that is not drawn, its ends are not known."""
+    return [x if isfinite(x) else None for x in found]
+
+
 def _sentence(facts: Mapping[str, Any]) -> str:
-    gains = ", ".join(f"{kind} {value:.2g}" for kind, value in sorted(facts["parallel"].items()))
+    most = sorted(facts["parallel"].items())
+    gains = ", ".join(f"{kind} {with_interval(each, '.1f')}" for kind, each in most)
     orders = facts["orders_of_example"]
     found = f" (of R(P,Q) all {orders} of {facts['orders_by_hand']} orders)" if orders else ""
     some = "all the same bits" if not facts["different"] else f"{facts['different']} DIFFER"

@@ -132,14 +132,15 @@ def conclude(rows: Sequence[Row]) -> Findings:
         groups.setdefault((row.cell["problem"], row.cell["rule"]), []).append(row)
     order = (*TUNED, *RULES)
     keys = sorted(groups, key=lambda key: (key[0], order.index(key[1])))
+    facts = _facts(groups)
     table = Table(
         f"Optimisers: updates to {GOAL:g} of the excess loss at the start",
         ("problem", "optimiser", "rate", "updates", "arrived", "excess at the end"),
         tuple((*key, *_line(groups[key])) for key in keys),
-        f"mean over seeds, the best of the rates {rows[0].cell['rates']}; κ of the valley is "
-        f"{rows[0].cell['condition']:g}; Adam is AdamW without weight decay",
+        f"mean over seeds, the best of the rates {rows[0].cell['rates']}, chosen by this very "
+        f"count, or that of theory; κ of the valley is {rows[0].cell['condition']:g}; Adam is "
+        f"AdamW without weight decay{_on_steps(facts)}",
     )
-    facts = _facts(groups)
     plots = tuple(_plot(problem, groups) for problem in dict.fromkeys(key[0] for key in keys))
     return Findings(_sentence(table, facts), (table,), plots, facts)
 
@@ -251,18 +252,18 @@ def _sentence(table: Table, facts: Mapping[str, Any]) -> str:
         if missing:
             text += f" (not reached in each run by {', '.join(missing)})"
         said.append(text + ".")
-    for name, wanted in facts.get("theory", {}).items():
-        kept = facts["kept"][name]
-        said.append(
-            f"A step of {name} keeps {min(kept):.3f} to {max(kept):.3f} of the distance in the "
-            f"valley (theory: {wanted:.3f})."
-        )
-    said.append(
-        "Each but the two with rates from theory has the best of the rates tried, chosen by this "
-        "very count"
-        + (f"; at the edge of these: {', '.join(facts['edge'])}." if facts["edge"] else ".")
-    )
+    if facts["edge"]:
+        said.append(f"Best at the least or largest rate tried: {', '.join(facts['edge'])}.")
     return "Optimisers: " + " ".join(said)
+
+
+def _on_steps(facts: Mapping[str, Any]) -> str:
+    """What a step keeps of the distance, beside theory."""
+    kept = [
+        f"{with_interval(student(facts['kept'][name]), '.3f')} for {name} (theory {wanted:.3f})"
+        for name, wanted in facts.get("theory", {}).items()
+    ]
+    return f"; a step in the valley keeps of the distance {' and '.join(kept)}" if kept else ""
 
 
 def _plot(problem: str, groups: Mapping[tuple[str, str], Sequence[Row]]) -> Plot:

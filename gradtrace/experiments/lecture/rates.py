@@ -31,6 +31,7 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
+from gradtrace.experiments.harness.statistics import Interval, student, with_interval
 from gradtrace.experiments.lecture import program
 from gradtrace.experiments.lecture.batches import OFFSET
 from gradtrace.experiments.lecture.descent import Point, descend, marks, minimum
@@ -154,11 +155,17 @@ class Outcome(NamedTuple):
     noisy: list[float]
     quiet: list[float]  # none of R(P,Q)
     ratio: float  # of the noisy distance's square at the end to what is expected; 0: none is
+    slopes: Interval  # the exponents of seeds
 
     @property
     def slope(self) -> float:
         """The exponent s of ``distance ~ iˢ`` over the last factor of ten, with noise."""
         return _slope(self.steps, self.noisy)
+
+    @property
+    def power(self) -> str:
+        """``i^-0.50 [-0.52, -0.49]``: the mean exponent of seeds with its interval."""
+        return f"i^{with_interval(self.slopes)}"
 
 
 def _slope(steps: Sequence[int], values: Sequence[float]) -> float:
@@ -189,7 +196,8 @@ def _outcome(key: tuple[str, float, str], rows: Sequence[Row]) -> Outcome:
     if kind == "parabola":
         quiet = rows[0].result["quiet"]  # the same for each seed
         ratio = (noisy[-1] / expected(rate, curvature, steps[-1], 1.0)[-1]) ** 2
-    return Outcome(kind, rate, curvature, steps, noisy, quiet, ratio)
+    slopes = student([_slope(steps, row.result["noisy"]) for row in rows])
+    return Outcome(kind, rate, curvature, steps, noisy, quiet, ratio, slopes)
 
 
 def conclude(rows: Sequence[Row]) -> Findings:
@@ -246,18 +254,18 @@ def _table(found: Sequence[Outcome]) -> Table:
             for one in found
         ),
         f"after {found[0].steps[-1]:,} steps; exponent: that of i in the distance, over the last "
-        "factor of ten (0: it stays); ÷ expected: against the exact formula",
+        "factor of ten (0: it stays); ÷ expected: against the exact formula. " + _quiet(found),
     )
 
 
 def _sentence(found: Sequence[Outcome], facts: Mapping[str, Any]) -> str:
     low, high = min(facts["chi"], default=1.0), max(facts["chi"], default=1.0)
     text = (
-        f"Step sizes: over {facts['runs']} runs of the noisy parabola the mean square distance is "
-        f"{low:.2f} to {high:.2f} times the exact one (95% of single ratios lie within 1 ± "
-        f"{facts['spread']:.2f}); without noise it is exact to {facts['off_formula']:.0e}."
+        f"Step sizes: over {facts['runs']} runs of a noisy parabola mean square distances are "
+        f"{low:.2f} to {high:.2f} times the exact ones, where 95% of ratios lie within 1 ± "
+        f"{facts['spread']:.2f}."
     )
-    return " ".join([text, *filter(None, (_safe(found), _unsafe(found), _quiet(found)))])
+    return " ".join([text, *filter(None, (_safe(found), _unsafe(found)))])
 
 
 def _safe(found: Sequence[Outcome]) -> str:
@@ -269,41 +277,28 @@ def _safe(found: Sequence[Outcome]) -> str:
     slow, fast = max(ones, key=lambda one: one.slope), min(ones, key=lambda one: one.slope)
     falling = sum(slope < 0 for slope in slopes)
     return (
-        f"Where Robbins-Monro holds, {falling} of {len(slopes)} still come nearer; 1/i falls as "
-        f"i^{fast.slope:.2f} on {_problem(fast)} but as i^{slow.slope:.2f} on {_problem(slow)}: "
-        "safe, and as slow as the curvature is small."
+        f"Where Robbins-Monro holds, {falling} of {len(slopes)} still come nearer: safe, but 1/i "
+        f"falls as {fast.power} on {_problem(fast)} and as {slow.power} on {_problem(slow)}."
     )
 
 
 def _unsafe(found: Sequence[Outcome]) -> str:
     """On 1/i², 1/√i and constants."""
-    noisy = {name: [one.slope for one in found if one.rate == name] for name in ("1/i²", "1/√i")}
+    noisy = {name: [one for one in found if one.rate == name] for name in ("1/i²", "1/√i")}
     if not all(noisy.values()):
         return ""
-    root = noisy["1/√i"]
+    short = max(noisy["1/i²"], key=lambda one: abs(one.slope))
+    slow = max(noisy["1/√i"], key=lambda one: one.slope)
     word = (
-        "still converges on each problem: the conditions suffice, they are not necessary"
-        if max(root) < -0.1
+        "still converges on each: the conditions suffice, they are not necessary"
+        if slow.slope < -0.1
         else "does not come nearer on each problem"
     )
-    short = max(noisy["1/i²"], key=abs)
-    text = (
-        f"1/i² (finite sum) {'stops short' if abs(short) < 0.1 else 'has not stopped yet'} "
-        f"(exponents {_range(noisy['1/i²'])}); 1/√i, whose squares do not sum up, {word} "
-        f"({_range(root)})."
+    return (
+        f"1/i², whose sum is finite, {'stops short' if abs(short.slope) < 0.1 else 'still moves'} "
+        f"on each problem ({short.power} at most); 1/√i, whose squares do not sum up, {word} "
+        f"({slow.power} at least)."
     )
-    held = [one for one in found if one.rate == "constant 0.1" and one.quiet]
-    for one in held[:1]:
-        step = 0.1 * one.curvature
-        text += (
-            f" A constant rate stays off: 0.1 on {_problem(one)} is at {one.noisy[-1]:.3g}, where "
-            f"√(αc/(2-αc)) σ = {math.sqrt(step / (2 - step)):.3g} is its floor."
-        )
-    return text
-
-
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 def _quiet(found: Sequence[Outcome]) -> str:

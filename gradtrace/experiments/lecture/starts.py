@@ -188,7 +188,7 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
             continue
         best = min(means, key=lambda start: _far(means[start]))
         words = ", ".join(
-            f"{start} {_told(factors[start]['measured'])} ({_word(means[start])})"
+            f"{start} {_word(means[start])}{_kept(means[start], factors[start]['measured'])}"
             for start in SCALES
             if start in means
         )
@@ -199,16 +199,12 @@ def _sentence(groups: Mapping[tuple[str, str], Sequence[Row]], depth: int) -> st
             least = f"{best} and {wanted}, which the rule says, change it equally little"
         if shape == "tanh" and best == "He":
             least += f" (by theory it is Xavier from {crossing()} layers on)"
-        said.append(f"With {shape}: {words}; {least}.")
+        said.append(f"Initialisation of {depth} layers of {shape}: {words}; {least}.")
         for found in factors.values():
             off += [_far(m / found["theory"]) / (depth - 1) for m in found["measured"]]
     away = 100 * (math.exp(max(off)) - 1)
-    theory = f"is within {away:.1f}% of" if math.isfinite(away) else "has nothing to do with"
-    return (
-        f"Initialisation: what is left at the first of {depth} layers of the gradient at the last. "
-        + " ".join(said)
-        + f" A layer's factor {theory} mean-field theory."
-    )
+    theory = f"within {away:.1f}% of" if math.isfinite(away) else "nothing to do with"
+    return f"{' '.join(said)} The factor of a layer is {theory} mean-field theory."
 
 
 def _is_as_far(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
@@ -221,6 +217,11 @@ def _is_as_far(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 def _told(measured: Sequence[float]) -> str:
     """The geometric mean, with its interval over seeds."""
     return with_interval(geometric(measured) if all(measured) else [0.0], ".1e")
+
+
+def _kept(factor: float, measured: Sequence[float]) -> str:
+    """What is left, where it neither vanishes nor explodes."""
+    return f" ({_told(measured)})" if _word(factor) == "stays" else ""
 
 
 def _word(factor: float) -> str:

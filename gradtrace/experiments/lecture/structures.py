@@ -250,9 +250,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         }
         said.append(
             f"A chain of {chain['n'][-1]} diamonds has {chain['paths'][-1]:,.0f} paths and "
-            f"{chain['edges'][-1]} edges: back-propagation is linear where the sum is exponential; "
-            f"listed up to {chain['listed'][-1]:,.0f} paths, they add up to the gradient within "
-            f"{facts['diamonds']['off']:.0e}."
+            f"{chain['edges'][-1]} edges: back-propagation is linear where the sum is exponential."
         )
         plots.append(_plot(chain))
     return Findings(" ".join(said), tuple(tables), tuple(plots), facts)
@@ -279,16 +277,17 @@ def _left(result: Result) -> float:
 
 def _sentence(facts: Mapping[str, Any]) -> str:
     text = (
-        f"Sum over paths: of R(P,Q), sharing, skips, a loop and a conditional the listed paths "
-        f"add up to our gradient within {facts['summed']:.0e}, and both to the derivative by hand "
-        f"within {facts['hand']:.0e}; COUNT tells their number "
-        + ("exactly" if facts["counts"] else "NOT always")
-        + f"; each fitted from scratch to at most {facts['fitted']:.0e} of its first loss."
+        f"Sum over paths: under sharing, skips, a loop and a conditional the listed paths add up "
+        f"to our gradient within {facts['summed']:.0e}, and both are the derivative by hand within "
+        f"{facts['hand']:.0e}."
     )
+    if not facts["counts"]:
+        text += " COUNT does NOT always tell their number."
     if "across" in facts:
         text += (
-            f" The caveat of conditionals: beside the switch we give the taken branch's slope "
-            f"{facts['beside']:.3g}, a difference across it {facts['across']:.3g}."
+            " Of a conditional only the branch that was taken is seen: beside the switch its "
+            f"slope is {facts['beside']:.3g}, where a difference across it is "
+            f"{facts['across']:.3g}."
         )
     return text
 

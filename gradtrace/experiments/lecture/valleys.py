@@ -31,7 +31,13 @@ from gradtrace.experiments.harness.findings import (
     Table,
     Tick,
 )
-from gradtrace.experiments.harness.statistics import Interval, student
+from gradtrace.experiments.harness.statistics import (
+    Interval,
+    geometric,
+    out_of,
+    student,
+    with_interval,
+)
 from gradtrace.experiments.lecture.descent import Loss, Point, descend, gradient
 from gradtrace.experiments.lecture.optimisers import Descent, constant
 
@@ -194,26 +200,27 @@ def conclude(rows: Sequence[Row]) -> Findings:
         "Batch normalisation: curvatures and updates of descent",
         ("problem", "normalised", "κ", "updates", "by formula", "arrived"),
         tuple(_line(key, groups[key]) for key in keys),
-        "geometric means over seeds; linear models at the best rate, to "
+        "geometric means over seeds, 95% intervals; linear models at the best rate, to "
         f"{GOAL:g} of the first loss; the network at the best of the rates "
         f"{rows[0].cell['rates']}, to {ENOUGH:g} of it",
     )
     return Findings(_sentence(facts, rows[0].cell["condition"]), (table,), _plots(groups), facts)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [x for x in values if x is not None and math.isfinite(x) and x > 0]
-    return math.exp(math.fsum(map(math.log, known)) / len(known)) if known else None
+def _mean(values: Sequence[float | None]) -> Interval:
+    """The geometric mean of those that are known, with its interval over seeds."""
+    return geometric([x for x in values if x is not None and math.isfinite(x)])
 
 
 def _line(key: tuple[str, bool], rows: Sequence[Row]) -> tuple[str | float | None, ...]:
     results = [row.result for row in rows]
     arrived = sum(r["updates"] is not None for r in results)
+    means = {n: _mean([r.get(n) for r in results]) for n in ("condition", "updates", "expected")}
     return (
         WORDS[key[0]],
         "yes" if key[1] else "no",
-        *(_mean([r.get(name) for r in results]) for name in ("condition", "updates", "expected")),
-        f"{arrived} of {len(results)}",
+        *(with_interval(x, ".4g") if math.isfinite(x.value) else None for x in means.values()),
+        out_of(arrived, len(results)),
     )
 
 
@@ -236,7 +243,7 @@ def _facts(groups: Mapping[tuple[str, bool], Sequence[Row]]) -> dict[str, Any]:
             facts["arrived"][f"{problem}, {name}"] = [sum(counts), len(counts)]
             if problem != NETWORK:
                 found = [r["condition"] for r in some.values() if math.isfinite(r["condition"])]
-                facts["condition"][f"{problem}, {name}"] = _mean(found)
+                facts["condition"][f"{problem}, {name}"] = list(_mean(found))
     facts["off_formula"] = max(
         (abs(row.result["updates"] - row.result["expected"]) for key, some in groups.items()
          if key[0] != NETWORK for row in some
@@ -279,9 +286,10 @@ def _needs(saved: Sequence[float | None]) -> str:
 def _sentence(facts: Mapping[str, Any], condition: float) -> str:
     said, saved = [], facts["saved"]
     for problem, word in VALLEYS.items():
-        before, after = (facts["condition"].get(f"{problem}, {n}") for n in ("plain", "normalised"))
-        if before is not None and after is not None:
-            k = f"a {word} has κ = {before:.3g} and normalised {after:.3g}"
+        found = [facts["condition"].get(f"{problem}, {n}") for n in ("plain", "normalised")]
+        if all(each is not None and each[0] is not None for each in found):
+            before, after = (with_interval(each, ".3g") for each in found)
+            k = f"a {word} has κ = {before} and normalised {after}"
             said.append(f"{k}, and {_needs(saved[problem])}")
     least, most = saved["axes"][1], saved["turned"][2]
     sure = least is not None and most is not None and least > most

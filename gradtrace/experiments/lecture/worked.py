@@ -170,6 +170,13 @@ def _linear(weight: str, input_: str, rows: int, columns: int, seed: int) -> lis
     return lines
 
 
+READ_SO = (
+    "The slides' losses have five digits, which at h = 0.0001 tell a slope to ±0.1 only, so their "
+    "third slope, 0, need not be 0. The lecture's ∂R/∂W1 = b·f1'(c)·∂f3/∂E(e) has to be read as "
+    "∂f3/∂E(e, f): with f3 = e·f it is f, and does not depend on e."
+)
+
+
 def conclude(rows: Sequence[Row]) -> Findings:
     """How many numbers are those of the source."""
     if not rows:
@@ -183,14 +190,11 @@ def conclude(rows: Sequence[Row]) -> Findings:
     wrong = [line[2] for line, d in zip(lines, off) if d > rows[0].cell["tolerance"]]
     given = sum(line[1] == "number" for line in lines)
     sentence = (
-        f"Worked examples: {given} numbers and {len(lines) - given} values of formulas in slides, "
-        f"lecture and note, of which {len(lines) - len(wrong)} are reproduced to {max(off):.0e}"
+        f"Worked examples: {len(lines) - len(wrong)} of {len(lines)} numbers and formulas in "
+        f"slides, lecture and note come out as printed, to {max(off):.0e}"
         + (f"; not: {', '.join(wrong)}." if wrong else ".")
-        + " The slides' losses have five digits, which at h = 0.0001 tell a slope to ±0.1 only, so "
-        "their third slope, 0, need not be 0. The lecture's ∂R/∂W1 = b·f1'(c)·∂f3/∂E(e) has to be "
-        "read as ∂f3/∂E(e, f): with f3 = e·f it is f, and does not depend on e."
     )
     columns = ("source", "has a", "what", "ours", "source's")
-    table = Table("Worked examples", columns, tuple(lines))
+    table = Table("Worked examples", columns, tuple(lines), READ_SO)
     facts = {"numbers": given, "values": len(lines), "wrong": wrong, "off": max(off)}
     return Findings(sentence, (table,), (), facts)

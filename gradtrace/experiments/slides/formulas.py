@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.experiments.harness.findings import Cell, Findings, Result, Row, Tick
+from gradtrace.experiments.harness.statistics import out_of
 
 
 class Weights(nn.Module):
@@ -69,14 +70,14 @@ def conclude(rows: Sequence[Row]) -> Findings:
     for row in rows:
         verdicts.setdefault(row.cell["formula"], []).append(row.result["verdict"])
     said = [
-        f"{found.count(WANTED[name])} of {len(found)} {name}"
+        f"{out_of(found.count(WANTED[name]), len(found))} {name}"
         for name, found in sorted(verdicts.items())
     ]
     text = f"Of formulas, gt.check names as such {', '.join(said)}."
     missed = verdicts.get("even kink", []).count("ok")
     if missed:
         text += (
-            f" It passes |x| at 0 ({missed} of {len(verdicts['even kink'])}): there the central "
-            "difference is 0, as is the gradient that torch gives, so that kink is not seen."
+            f" It passes |x| at 0 in {out_of(missed, len(verdicts['even kink']))}: there the "
+            "central difference is 0, as is torch's gradient, so that kink is not seen."
         )
     return Findings(text, facts=verdicts)
