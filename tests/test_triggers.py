@@ -30,6 +30,7 @@ from gradtrace.training.forward_keeper import ForwardKeeper
 from gradtrace.training.incident import Incident
 from gradtrace.training.nested_files import Missing, decoded, encoded
 from gradtrace.training.spike_rule import SpikeRule
+from gradtrace.training.triggers import Triggers
 
 BAD = 500
 STEPS = 520
@@ -677,6 +678,50 @@ def test_no_operation_of_torch_and_one_number_are_read_in_a_step_without_inciden
     if FiniteGradients([*model.parameters()])._compiled is None:
         pytest.skip("without the compiled kernels gradients are added up by torch")
     assert more == {"aten::item": 1, "aten::_local_scalar_dense": 1}
+
+
+def quick_run(bad: str, at: int, folder: Path) -> tuple[Any, ...]:
+    """What triggers know after 120 steps of which one is bad."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    weight, optimizer = model[0].weight, torch.optim.SGD(model.parameters(), lr=0.0)
+    options: dict[str, Any] = {"trigger": ("spike", "nonfinite"), "view": False}
+    with gt.Monitor(model, every=50, budget=None, file=folder / "run.jsonl", **options) as monitor:
+        for step in range(120):
+            x = torch.randn(4 + step % 3, 3)
+            loss = model(x).square().mean()
+            if step == at:
+                loss = loss * {"spike": 1e6, "nan": math.nan, "-inf": -math.inf}.get(bad, 1.0)
+                loss = loss + (weight[0, 0] * 0).sqrt() if bad == "gradient" else loss
+            monitor.step(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        triggers = monitor._triggers
+        assert triggers is not None
+        quick = triggers._granted - triggers.plain
+        triggers.revoke()
+        rule, passes = triggers._rule, triggers.keeper._passes
+        known = [*rule._recent], [*rule._sizes], rule.below, rule._age, rule._unsized, passes
+        found = [each.name for each in monitor.incidents], monitor.history.steps, repr(monitor)
+        return str(known), found, quick
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bad", ["", "spike", "nan", "-inf", "gradient"])
+def test_a_quick_look_finds_what_a_thorough_one_does(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at in (40, 77):
+        (tmp_path / f"{at}").mkdir(), (tmp_path / f"{at}-slow").mkdir()
+        *quick, count = quick_run(bad, at, tmp_path / f"{at}")
+        assert count or bad, "the quick look is not used"
+        with monkeypatch.context() as patch:
+            patch.setattr(Triggers, "grant", lambda self, most: None)
+            *slow, none = quick_run(bad, at, tmp_path / f"{at}-slow")
+        assert not none and quick == slow
+        trigger = {"spike": "spike", "": ""}.get(bad, "nonfinite")
+        assert quick[1][0] == ([f"run-step{at}-{trigger}.gradtrace"] if bad else [])
 
 
 def test_a_call_of_the_model_is_seen_in_whatever_way_it_runs() -> None:

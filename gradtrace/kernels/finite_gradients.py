@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite, nan
 
 import torch
@@ -35,36 +35,38 @@ class FiniteGradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = tuple(parameters)
-        here = all(each.is_cpu for each in parameters)
+        here = all(each.is_cpu and each.dtype in KINDS for each in parameters)
         self._compiled = cpu_library.brief("first_nonfinite") if here else None
-        if any(each.dtype not in KINDS for each in parameters):
-            self._compiled = None
-        self._known = [(3 * n, p, p.dtype, p.numel()) for n, p in enumerate(parameters)]
-        facts = [each for p in parameters for each in (0, p.numel(), KINDS.get(p.dtype, 0))]
-        self._items = array("q", facts)  # addresses, sizes and kinds
-        self._address = ctypes.c_void_p(self._items.buffer_info()[0])
-        self._count = ctypes.c_int64(len(parameters))
-
-    def finite(self) -> bool:
+        self.finite = self._by_sums if self._compiled is None else self._by_address()
         """Whether all are, as far as this can tell: the sum of large numbers may be infinite."""
-        compiled = self._compiled
-        if compiled is None:
-            return self._by_sums()
-        try:
-            for at, parameter, dtype, size in self._known:
-                grad = parameter.grad
-                if (
-                    type(grad) is not Tensor
-                    or grad.dtype is not dtype
-                    or not grad.is_contiguous()
-                    or grad.numel() != size
-                    or not grad.is_cpu
-                ):
-                    return self._by_sums()
-                self._items[at] = grad.data_ptr()
-        except RuntimeError:  # of sparse gradients, which have no address
-            return self._by_sums()
-        return bool(compiled(self._count, self._address) < 0)
+
+    def _by_address(self) -> Callable[[], bool]:
+        """``finite`` by the compiled function. All it needs are variables of its own, since it runs
+        in every step, where attributes have left the caches.
+        """
+        known = [(3 * n, each, each.nbytes) for n, each in enumerate(self._parameters)]
+        facts = [fact for each in self._parameters for fact in (0, each.numel(), KINDS[each.dtype])]
+        items = array("q", facts)  # addresses, sizes and kinds
+        address = ctypes.c_void_p(items.buffer_info()[0])
+        count, compiled, otherwise = ctypes.c_int64(len(known)), self._compiled, self._by_sums
+
+        def finite() -> bool:
+            try:
+                for at, parameter, size in known:
+                    grad = parameter.grad
+                    if (
+                        type(grad) is not Tensor
+                        or not grad.is_contiguous()
+                        or grad.nbytes != size  # of another dtype, or the parameter was replaced
+                        or not grad.is_cpu
+                    ):
+                        return otherwise()
+                    items[at] = grad.data_ptr()
+            except RuntimeError:  # of sparse gradients, which have no address
+                return otherwise()
+            return compiled(count, address) < 0  # type: ignore[no-any-return]
+
+        return finite
 
     def _by_sums(self) -> bool:
         grads = [grad for each in self._parameters if (grad := each.grad) is not None]

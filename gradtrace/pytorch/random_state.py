@@ -6,7 +6,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
@@ -53,23 +53,32 @@ class RandomState:
     numpy: Any = None
 
     @classmethod
-    def now(cls, devices: Iterable[int]) -> RandomState:
-        """The states at this moment."""
+    def now(cls, devices: Iterable[int], python: bool = True, numpy: bool = True) -> RandomState:
+        """The states at this moment; those of Python and NumPy if wanted."""
         return cls(
             torch.default_generator.get_state(),
-            {n: torch.cuda.default_generators[n].get_state() for n in devices},
-            _PYTHON.get(),
-            _NUMPY.get(),
+            {n: torch.cuda.default_generators[n].get_state() for n in devices} if devices else {},
+            _PYTHON.get() if python else None,
+            _NUMPY.get() if numpy else None,
         )
 
-    def moved(self) -> bool:
-        """Whether any of these generators has another state now."""
-        now = RandomState.now(self.cuda)
-        if not torch.equal(now.cpu, self.cpu) or now.python != self.python:
-            return True
-        if any(not torch.equal(now.cuda[n], state) for n, state in self.cuda.items()):
-            return True
-        return now.numpy is not self.numpy and str(now.numpy) != str(self.numpy)
+    def moved(self) -> set[str]:
+        """Which of these generators have another state now: "torch", "python", "numpy"."""
+        now, found = RandomState.now(self.cuda), set()
+        on_gpus = (not torch.equal(now.cuda[n], state) for n, state in self.cuda.items())
+        if not torch.equal(now.cpu, self.cpu) or any(on_gpus):
+            found.add("torch")
+        if now.python != self.python:
+            found.add("python")
+        if now.numpy is not self.numpy and str(now.numpy) != str(self.numpy):
+            found.add("numpy")
+        return found
+
+    def completed(self) -> RandomState:
+        """With the states of Python and NumPy at this moment where none are known."""
+        python = _PYTHON.get() if self.python is None else self.python
+        numpy = _NUMPY.get() if self.numpy is None else self.numpy
+        return replace(self, python=python, numpy=numpy)
 
     def restore(self) -> None:
         """Set all generators to these states; GPUs that are not there are left out."""

@@ -69,10 +69,10 @@ class ForwardKeeper(Listener):
     """Keeps the random state, the autocast and the buffers at the beginning of a forward pass of a
     model whose calls it listens to, and the arguments of the model's calls, until ``take``.
 
-    Buffers are copied that passes have been seen to change, and the random state if a pass has been
-    seen to draw: most change few and many draw none. Looked at are the 1st, 2nd, 4th, ... pass, and
-    then every 64th: of these all is copied, and compared with what is there after it, since not
-    every operation that writes says so (those of batch norms do not).
+    Buffers are copied that passes have been seen to change, and the states of the generators that
+    they have been seen to draw from: most change few and many draw from none. Looked at are the
+    1st, 2nd, 4th, ... pass, and then every 64th: of these all is copied, and compared with what is
+    there after it, since not every operation that writes says so (those of batch norms do not).
 
     What else listens to the model's calls (``watched``) is told by this: one listener costs less
     than two.
@@ -83,17 +83,17 @@ class ForwardKeeper(Listener):
     def __init__(self, model: nn.Module, watched: Watcher | None = None) -> None:
         self.model, self._watched = model, watched
         self._devices = cuda_devices(model)
-        self._kept: Kept | None = None
-        self._depth = 0
+        self.kept: Kept | None = None  # of this pass
+        self.depth = 0  # of calls of the model within itself
         self._homes: dict[str, Home] = {}  # of the buffers that passes change
         self._passes, self._look_at = 0, 1
-        self._draws = False
+        self._draws: set[str] = set()  # the generators that passes draw from
         self._keeps = True  # whether the next pass needs more than its arguments
 
     def begin(self) -> None:
         """A step begins, if the model has not been called yet."""
-        if self._kept is None:
-            self._kept = self._now()
+        if self.kept is None:
+            self.kept = self._now()
 
     def _now(self) -> Kept:
         autocast = {}
@@ -104,7 +104,11 @@ class ForwardKeeper(Listener):
         looks = self._passes + 1 == self._look_at
         homes = dict(_buffer_homes(self.model)) if looks else self._homes
         buffers = _copied(homes) if homes else {}
-        random = RandomState.now(self._devices) if looks or self._draws else None
+        random = None
+        if looks:
+            random = RandomState.now(self._devices)
+        elif draws := self._draws:  # to look at those of Python and NumPy takes 6 µs each
+            random = RandomState.now(self._devices, "python" in draws, "numpy" in draws)
         return Kept(random, autocast, buffers, [], [])
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> int:
@@ -118,43 +122,52 @@ class ForwardKeeper(Listener):
             entered = 2
         if not of_training():
             return entered
-        if not self._depth:
-            kept = self._kept
+        if not self.depth:
+            kept = self.kept
             if kept is not None:
                 if len(kept.calls) < MAX_KEPT_CALLS:
                     kept.calls.append((args, kwargs))
             elif self._keeps or any_autocast():
-                self._kept = kept = self._now()
+                self.kept = kept = self._now()
                 kept.calls.append((args, kwargs))
             else:  # nothing but the arguments; without another call
-                self._kept = new_tuple(Kept, (None, PLAIN, PLAIN, [(args, kwargs)], []))
-        self._depth += 1
+                self.kept = new_tuple(Kept, (None, PLAIN, PLAIN, [(args, kwargs)], []))
+        self.depth += 1
         return entered + 1
 
     def leave(self, entered: int, result: Any) -> None:
         """The call has ended."""
-        if entered & 1 and self._depth:
-            self._depth -= 1
-            if not self._depth and self._kept is not None:
-                self._kept.outputs.append(result)
+        if entered & 1 and self.depth:
+            self.depth -= 1
+            if not self.depth and self.kept is not None:
+                self.kept.outputs.append(result)
         if entered > 1 and self._watched is not None:
             self._watched.leave(True, result)
 
+    @property
+    def idle(self) -> int:
+        """For how many passes nothing but ``kept`` has to be taken; ``skip`` counts them."""
+        return self._look_at - 2 - self._passes
+
+    def skip(self, count: int) -> None:
+        """Count passes of which ``kept`` was taken."""
+        self._passes += count
+
     def take(self) -> Kept | None:
         """What was kept since the last call; None if the model was not called."""
-        found = self._kept
+        found = self.kept
         if found is not None:
-            self._kept, self._depth = None, 0
+            self.kept, self.depth = None, 0
             passes = self._passes = self._passes + 1
             if passes == self._look_at:
                 self._look(found)
-            self._keeps = self._draws or bool(self._homes) or passes + 1 == self._look_at
+            self._keeps = bool(self._draws or self._homes) or passes + 1 == self._look_at
         return found
 
     def _look(self, found: Kept) -> None:
         """Find what a pass has drawn and changed."""
-        if not self._draws and found.random is not None:
-            self._draws = found.random.moved()
+        if found.random is not None:
+            self._draws |= found.random.moved()
         for name, (module, key) in _buffer_homes(self.model):
             now, before = getattr(module, key), found.buffers.get(name)
             if now is not None and (before is None or not _equal(now, before)):
@@ -177,11 +190,11 @@ def _equal(now: Tensor, before: Tensor) -> bool:
 
 def _copied(homes: Mapping[str, Home]) -> dict[str, Tensor]:
     buffers = {}
-    with torch.no_grad():
-        for name, (module, key) in homes.items():
-            buffer = getattr(module, key, None)
-            if buffer is not None and not is_lazy(buffer):
-                buffers[name] = buffer.clone()
+    for name, (module, key) in homes.items():
+        table = module._buffers
+        buffer = table.get(key) if type(table) is dict else getattr(module, key, None)
+        if buffer is not None and not is_lazy(buffer):
+            buffers[name] = buffer.detach().clone() if buffer.requires_grad else buffer.clone()
     return buffers
 
 

@@ -40,7 +40,7 @@ from gradtrace.training.run_report import ViewCache
 from gradtrace.training.sampled_watch import SampledWatch
 from gradtrace.training.schedule import Schedule, StepTimes
 from gradtrace.training.step_tracer import Scaler, StepTracer, diagnosed, warn_of_silent
-from gradtrace.training.triggers import NO_BATCH, Trigger
+from gradtrace.training.triggers import NO_BATCH, Trigger, Triggers
 from gradtrace.types import RULES
 
 File: TypeAlias = "str | os.PathLike[str] | None"
@@ -188,9 +188,8 @@ class Monitor:
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
         self._times = StepTimes(self._gathering.writer.times if self._gathering else None)
         # Steps and when they began, the last few; None: counted at once, as other processes listen.
-        self._uncounted: list[tuple[int | None, float]] | None = None
-        if self._exchange.world == 1:
-            self._uncounted = []
+        self._began: list[tuple[int | None, float]] = []
+        self._uncounted = self._began if self._exchange.world == 1 else None
         self._most = min(tuning.COUNTED_TOGETHER, tuning.FLUSH_STEPS)
         note = partial(_note, self._gathering, self._schedule, self._exchange)
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
@@ -225,6 +224,8 @@ class Monitor:
         if not self._usable():
             return
         if step is not None and self._schedule.jump(step):
+            if self._triggers is not None:
+                self._triggers.revoke()
             self._decide_next()
         self._open_explicitly = True
         if self._sampled.wanted:
@@ -255,6 +256,13 @@ class Monitor:
             part of the batch.
         """
         now, schedule, sampled = self._budget.clock(), self._schedule, self._sampled
+        triggers = self._triggers
+        if triggers is not None and triggers.plain and scale == 1 and not sampled.idle:
+            at = schedule.at
+            if triggers.fine(loss, schedule.base + at, rerun, batch):
+                self._began.append((schedule.last, now))
+                schedule.last, schedule.at = at, at + 1
+                return None
         took = record = None
         if not (self._open and self._here) and not self._usable():
             return None
@@ -266,7 +274,7 @@ class Monitor:
             schedule.last = schedule.at
         if sampled.wanted:
             record = self._traced(loss, scale, terms, now, took)
-        if (triggers := self._triggers) is not None:
+        if triggers is not None:
             took_long = triggers.look(loss, scale, schedule, rerun, batch)
             if took_long:
                 self._count()
@@ -276,7 +284,16 @@ class Monitor:
             self._decide_next()
         else:
             sampled.wanted = False
+        if triggers is not None:
+            self._grant(triggers)
         return record
+
+    def _grant(self, triggers: Triggers) -> None:
+        """Let triggers alone look at the next steps, where nothing else is to be done in them."""
+        most, schedule = 0, self._schedule
+        if schedule.accumulate == 1 and self._uncounted is not None and not self._sampled.wanted:
+            most = min(self._most - 1 - len(self._uncounted), schedule.idle)
+        triggers.grant(most)
 
     @property
     def due(self) -> bool:
@@ -465,6 +482,8 @@ def _forked() -> None:
     """In a forked process Monitors do nothing."""
     for monitor in list(_OPEN):
         monitor._here = False
+        if monitor._triggers is not None:
+            monitor._triggers.revoke()
 
 
 os.register_at_fork(after_in_child=_forked)

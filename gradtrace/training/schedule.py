@@ -84,6 +84,11 @@ class Schedule:
             self.at += 1
         return not self.micro and self.at >= self.due - self._lead
 
+    @property
+    def idle(self) -> int:
+        """After how many steps, which are surely not traced, ``advance`` may return True."""
+        return self.due - self._lead - 1 - self.at
+
     def decide(self) -> bool:
         """Whether the current backward pass is to be traced."""
         if self.micro or self.at < self.due - self._lead:

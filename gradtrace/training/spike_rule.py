@@ -25,8 +25,8 @@ class SpikeRule:
     A loss is a spike above ``m + factor · s``, where m is the median of the recent losses and s =
     1.4826 times the median of ``|loss - m|``, at least 2.5% of ``|m|``, and above all of them. If
     none of them is negative the same must hold of their logarithms, since losses near 0 have long
-    tails. In a batch that is smaller than the largest recent one (of every 8th), s is larger by the
-    root of the ratio of their sizes.
+    tails. In a batch that is smaller than the largest recent one (of every 16th), s is larger by
+    the root of the ratio of their sizes.
 
     >>> rule = SpikeRule(8.0)
     >>> any(rule.exceeded(2 + 0.01 * (n % 7)) for n in range(50))
@@ -38,31 +38,45 @@ class SpikeRule:
     def __init__(self, factor: float, size_of: Callable[[Any], int] = int) -> None:
         self.factor, self._size_of = factor, size_of
         self._recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self.add = self._recent.append
         self._sizes: deque[int] = deque(maxlen=-(-SPIKE_WINDOW // SIZE_STEPS))
-        self._limit, self._age, self._unsized = inf, 0, 0
+        self._age = self._unsized = 0
+        self.below = inf  # smaller losses are no spikes
 
     def exceeded(self, loss: float, batch: Any = 0) -> str:
         """What is to be said of a loss that is a spike; empty if it is none. ``size_of(batch)`` is
         how large its batch is (0: unknown).
         """
         self._age += 1
-        if self._age >= LIMIT_STEPS or self._limit == inf:
-            self._limit, self._age = self.limit(), 0
+        if self._age >= LIMIT_STEPS or self.below == inf:
+            self.below, self._age = self.limit(), 0
         said = ""
         if not self._unsized:
             self._sizes.append(self._size_of(batch))
             self._unsized = SIZE_STEPS
         self._unsized -= 1
-        if loss > self._limit:
-            self._limit, self._age = self.limit(self._size_of(batch)), LIMIT_STEPS
-            if loss > self._limit:
+        if loss > self.below:
+            self.below, self._age = self.limit(self._size_of(batch)), LIMIT_STEPS
+            if loss > self.below:
                 middle, count = median(self._recent), len(self._recent)
                 said = (
                     f"the loss is {loss:.4g}, the median of the last {count} is {middle:.4g} and "
-                    f"the limit {self._limit:.4g}"
+                    f"the limit {self.below:.4g}"
                 )
         self._recent.append(loss)
         return said
+
+    @property
+    def idle(self) -> int:
+        """For how many losses below ``below`` it is enough that ``add`` is told of them."""
+        if self.below == inf:
+            return 0
+        return min(LIMIT_STEPS - 1 - self._age, self._unsized)
+
+    def skip(self, count: int) -> None:
+        """Count losses of which ``add`` was told."""
+        self._age += count
+        self._unsized -= count
 
     def limit(self, size: int = 0) -> float:
         """Above which a loss of a batch of this size is a spike."""

@@ -153,6 +153,8 @@ class Triggers:
         self._gradient_lasting = False
         self._own: weakref.ref[Optimizer] | None = None  # the last that moves the model
         self._stop = [_OPTIMISERS.add(self)] if self._nonfinite else []
+        self.plain = 0  # how many of the next passes ``fine`` is enough for
+        self._granted = 0  # how many those were
 
     def begin(self) -> None:
         """A step begins."""
@@ -163,6 +165,42 @@ class Triggers:
         while self._stop:
             self._stop.pop()()
         self._pending = None
+        self.revoke()
+
+    def fine(self, loss: Tensor, step: int, rerun: LossOf | None, batch: Any) -> bool:
+        """Look at the loss of one of the ``plain`` passes, as ``look`` would; False if that has to
+        be called. Costs are counted in microseconds here: this runs in every step.
+        """
+        keeper = self.keeper
+        kept = keeper.kept
+        if kept is None or type(loss) is not Tensor or loss.ndim:
+            return False
+        value = loss.item()
+        if not -inf < value < self._rule.below:
+            return False
+        self.plain -= 1
+        keeper.kept, keeper.depth = None, 0
+        if self._spike:
+            self._rule.add(value)
+        if self._nonfinite:
+            self._pending = step, 0, value, 1.0, kept, rerun, batch
+        kept.outputs.clear()
+        return True
+
+    def grant(self, most: int) -> None:
+        """Let ``fine`` look at the next passes, at most so many."""
+        self._granted = self.plain = 0
+        if not self._lasting and not self._gradient_lasting:
+            idle = min(most, self.keeper.idle, self._rule.idle if self._spike else most)
+            self._granted = self.plain = max(0, idle)
+
+    def revoke(self) -> None:
+        """Count the passes that ``fine`` has looked at; it looks at no more."""
+        count = self._granted - self.plain
+        self._granted = self.plain = 0
+        if count:
+            self.keeper.skip(count)
+            self._rule.skip(count)
 
     def look(
         self, loss: Tensor, scale: Any, at: Schedule, rerun: LossOf | None, batch: Any
@@ -170,6 +208,8 @@ class Triggers:
         """Look at the loss of a backward pass. Returns the seconds that incidents have taken since
         the last call.
         """
+        if self._granted:
+            self.revoke()
         kept = self.keeper.take()
         if self._pending is not None:
             if at.micro:  # of the same step as the pass before, so no optimiser has moved
@@ -257,6 +297,7 @@ class Triggers:
                 _tell(one, evidence, f"There are {most} files of {trigger!r}; no more are written")
             return
         begun = perf_counter()
+        self.revoke()  # so that the seconds are those of this step
         with self._watched.suspended():
             self._keep(trigger, of, evidence, one, loss)
         self._seconds += perf_counter() - begun
@@ -299,7 +340,9 @@ class Triggers:
             one.loss,
             one.scale,
             Beginning(
-                kept.random or RandomState.now(cuda_devices(self.model)),
+                RandomState.now(cuda_devices(self.model))
+                if kept.random is None
+                else kept.random.completed(),
                 kept.autocast,
                 self._state(kept),
                 evaluating(self.model),

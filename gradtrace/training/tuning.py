@@ -54,7 +54,7 @@ LEAST_DEVIATION = 0.025
 LIMIT_STEPS = 32
 """The limit of spikes is computed anew after this many steps."""
 
-SIZE_STEPS = 8
+SIZE_STEPS = 16
 """How large batches are is looked at in one of this many passes."""
 
 LOOK_STEPS = 64
