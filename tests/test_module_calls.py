@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.pytorch import module_calls
+from gradtrace.pytorch import call_listeners, call_patches, module_calls
 from gradtrace.tools.discovery import Discovery
 
 
@@ -35,7 +35,8 @@ def _nothing_is_left() -> Any:
     for kind, attributes in zip(kinds, before):
         for name in ("__init__", "__call__", "_call_impl", "forward"):
             assert vars(kind).get(name) is attributes.get(name), (kind, name)
-    assert not module_calls._LISTENERS and not module_calls._PATCHES and not module_calls._ALL
+    assert not call_listeners.LISTENERS and not call_patches.PATCHES
+    assert not call_listeners.FOR_ALL
     assert "lstm" not in vars(torch._VF)
 
 
@@ -282,7 +283,7 @@ def test_a_forward_that_is_kept_in_a_container(how: str) -> None:
     model(torch.ones(2, 3))
     second.__exit__()
     assert second._calls == {"": 2, "first": 2, "part": 2} and not first.trace(loss).notes
-    assert repr(model.kept) == before and not module_calls._EXCHANGES
+    assert repr(model.kept) == before and not module_calls.EXCHANGES
     assert made_in(first, loss)["SinBackward0"] == {("part", 0)}
     with gt.ablate(model, "part"):
         assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3))
@@ -600,4 +601,4 @@ def test_listeners_that_need_the_outermost_call_get_it_once(call: Callable[[Any]
     stop_other()
     assert call(module) == 0 and both[0].calls == 6
     stop()
-    assert call(module) == 0 and both[0].calls == 6 and not module_calls._OUTERMOST
+    assert call(module) == 0 and both[0].calls == 6 and not call_listeners.OUTERMOST

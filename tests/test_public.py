@@ -95,7 +95,7 @@ INTERNALS = {
 """Attributes of autograd that ``autodiff.nodes`` is there to read."""
 
 TOLERATED = {
-    "pytorch/module_calls": {"_backward_hooks"},
+    "pytorch/call_patches": {"_backward_hooks"},
     "recording/gradients": {"_backward_hooks", "_sequence_nr"},
     "recording/record": {"_backward_hooks", "_sequence_nr"},
     "recording/replay": {"_backward_hooks"},
