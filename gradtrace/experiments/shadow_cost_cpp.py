@@ -29,8 +29,8 @@ its first process had ended).
 Seeds: initial weights, order of samples, dropout. Times depend on the machine; counts do not.
 
 Limits: The source's program is not available: ours follows its description, which leaves out the
-width of hidden layers and contradicts itself in places (last table). Five processes of one machine
-leave intervals of some percent where the allocator asks the system for memory.
+width of hidden layers and contradicts itself in places (a table lists them). Five processes of one
+machine leave intervals of some percent where the allocator asks the system for memory.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ def _sentence(found: Sequence[Program], facts: Mapping[str, Any]) -> str:
             *map(_costs, found),
             f"All programs of a seed have {alike}. Of the gradients a share of",
             f"{told(facts['subnormal'], '.2g')} at most is subnormal. The source's own figures do",
-            "not fit each other: 120 batches of 7 to 14 ms do not last 16 s (last table).",
+            "not fit each other: 120 batches of 7 to 14 ms do not last 16 s (a table lists all).",
         )
     )
 
