@@ -241,13 +241,17 @@ def _facts(table: Table, starts: Sequence[Row]) -> dict[str, Any]:
         "large_ends_lower": _ordered(columns[5]),
         "starts": runs,
         "reached": sum(row.result["reached"] for row in starts),
-        "share": [
-            x if isfinite(x) else None
-            for x in student([row.result["reached"] / row.result["runs"] for row in starts])
-        ],
+        "share": _share(starts, "reached"),
+        "share_stuck": _share(starts, "stuck"),
         "stuck": sum(row.result["stuck"] for row in starts),
         "below": max((row.result["below"] for row in starts), default=0.0),
     }
+
+
+def _share(starts: Sequence[Row], what: str) -> list[float | None]:
+    """Of the starts of a seed, with its interval over seeds."""
+    found = student([row.result[what] / row.result["runs"] for row in starts])
+    return [x if isfinite(x) else None for x in found]
 
 
 def _ordered(values: Sequence[Any]) -> bool:
@@ -265,10 +269,10 @@ def _sentence(facts: Mapping[str, Any]) -> str:
         + ("." if facts["large_ends_lower"] else ", but not for each size between.")
     )
     if facts["starts"]:
-        share = with_interval(facts["share"], percent=True)
+        share, stuck = (with_interval(facts[key], percent=True) for key in ("share", "share_stuck"))
         text += f" Of {facts['starts']} random starts {share} reach the best minimum, "
         text += (
-            f"{facts['stuck']} come to rest elsewhere (slope below {REST:g}): as the lecture says, "
+            f"{stuck} come to rest elsewhere (slope below {REST:g}): as the lecture says, "
             "descent need not find it."
             if facts["stuck"]
             else "and none came to rest elsewhere."
