@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.ir.program import Program
-from gradtrace.recording.aten_rules import batched_weights
-from gradtrace.recording.aten_rules.batched_weights import BatchedWeights
+from gradtrace.recording.aten_rules import call
+from gradtrace.recording.aten_rules.call import BatchedWeights
 
 
 def recorded(loss: Tensor) -> Program:
@@ -89,7 +89,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Program]:
 
     def record(loss: Tensor) -> Program:
         with monkeypatch.context() as patch:
-            patch.setattr(batched_weights, "_can_batch", lambda x: False)
+            patch.setattr(call, "_can_batch", lambda x: False)
             return recorded(loss)
 
     return record
@@ -130,7 +130,7 @@ def test_only_so_much_lies_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
         sizes.append(len(x))
         return (x * 2,)
 
-    monkeypatch.setattr(batched_weights, "STACK_MAX_BYTES", 200)
+    monkeypatch.setattr(call, "STACK_MAX_BYTES", 200)
     given, found = [torch.full((16,), float(n)) for n in range(7)], dict[int, float]()
     asked = BatchedWeights()
     for n, x in enumerate(given):
@@ -145,10 +145,10 @@ def test_only_so_much_lies_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None
 def test_large_tensors_are_laid_side_by_side_on_a_gpu_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    large = torch.zeros(batched_weights.BATCH_MAX_BYTES // 4 + 16)
-    assert not batched_weights._can_batch(large)
+    large = torch.zeros(call.BATCH_MAX_BYTES // 4 + 16)
+    assert not call._can_batch(large)
     imitate_gpu(monkeypatch)
-    assert batched_weights._can_batch(large)
+    assert call._can_batch(large)
 
 
 def test_influence_of_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +158,6 @@ def test_influence_of_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> 
     with gt.watch(model) as watch:
         loss = model(x).square().mean()
     found = [watch.trace(loss).influence().to_dict()]
-    monkeypatch.setattr(batched_weights, "_can_batch", lambda x: False)
+    monkeypatch.setattr(call, "_can_batch", lambda x: False)
     found.append(watch.trace(loss).influence().to_dict())
     assert found[0] == found[1]

@@ -22,10 +22,14 @@ from gradtrace import session
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.ir.program import Constants, Leaf, MapTable
-from gradtrace.linops import Contract, Index, Normaliser, Opaque, Scale, Sparse, away
-from gradtrace.linops.away import AwayView, Copies, copied_on_read
-from gradtrace.linops.read_through import views_of
-from gradtrace.linops.sharded import gathered_on_read
+from gradtrace.linops import Contract, Index, Normaliser, Opaque, Scale, Sparse, read_through
+from gradtrace.linops.read_through import (
+    AwayView,
+    Copies,
+    copied_on_read,
+    gathered_on_read,
+    views_of,
+)
 from gradtrace.linops.sparse import Around
 from gradtrace.paths.paths import Path
 from gradtrace.pytorch.dtensor import LocalParts
@@ -62,8 +66,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(record.ProgramRecorder, "_leaf", recorded)
     monkeypatch.setattr(devices, "_leaf", lambda leaf, device: replace(leaf, device=device))
     monkeypatch.setattr(devices, "Copies", Elsewhere)
-    monkeypatch.setattr(away, "copied", lambda x, device: x.detach().clone())
-    monkeypatch.setattr(away, "SMALL_MAX_BYTES", 0)
+    monkeypatch.setattr(read_through, "copied", lambda x, device: x.detach().clone())
+    monkeypatch.setattr(read_through, "SMALL_MAX_BYTES", 0)
     gt.plans().clear()  # a recording that is replayed reads no leaf
     Elsewhere.made = 0
     yield
@@ -124,7 +128,7 @@ def test_a_map_reads_a_copy_and_keeps_few() -> None:
         torch.testing.assert_close(map_.apply(x), x @ w)
         assert map_.structure() == Contract("mk,kn->mn", w, (2, 40), (2, 40)).structure()
         assert [v.tensors for v in views_of(map_) if isinstance(v, AwayView)] == [[w]]
-    assert len(copies._recent) == away.COPIES_KEPT
+    assert len(copies._recent) == read_through.COPIES_KEPT
 
 
 def test_tuples_small_tensors_and_functions() -> None:

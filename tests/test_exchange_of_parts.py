@@ -14,7 +14,7 @@ from torch import Tensor
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.kernels import backend_of
 from gradtrace.linops.across_ranks import RankGather
-from gradtrace.tracing.exchange import exchanged
+from gradtrace.tracing.executor import exchanged
 from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.traced_value import TracedValue
 

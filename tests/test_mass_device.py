@@ -27,7 +27,7 @@ from gradtrace.measures.mass import mass_of
 from gradtrace.measures.spectrum import spectrum_of
 from gradtrace.paths.path_mass import SumLayout
 from gradtrace.semirings import ABS, Abs
-from gradtrace.semirings.lifted import LiftedAbs
+from gradtrace.semirings.additive import LiftedAbs
 from gradtrace.trace import Trace
 
 

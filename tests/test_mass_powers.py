@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.measures import mass
-from gradtrace.semirings.logarithmic import LogAbs
+from gradtrace.semirings.additive import LogAbs
 from gradtrace.trace import Trace
 
 

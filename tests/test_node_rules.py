@@ -23,8 +23,8 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import is_number
 from gradtrace.errors import GradtraceError, Unsupported
+from gradtrace.graphs.graph import block_edges
 from gradtrace.ir import interpreter
-from gradtrace.ir.cost import block_edges
 from gradtrace.recording import gradients, node_rules, record
 from gradtrace.recording.formula import FormulaRecorder
 from gradtrace.recording.node_rules import MULTI_OUTPUT_RULES, NODES, summed

@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
 from torch import Tensor
 
 from gradtrace.attribution.graph import AttributionGraph
 from gradtrace.attribution.graph_data import Sizes
 from gradtrace.attribution.graph_making import Attributed, attribution_graph
-from gradtrace.attribution.through_values import through_value
 from gradtrace.attribution.token_scores import Recording, TokenScore, token_rows
+from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
 from gradtrace.components.module_parts import ProgramPlaces
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
+from gradtrace.ir import interpreter
+from gradtrace.ir.program import Program
+from gradtrace.linops import transposed
 from gradtrace.paths.paths import Paths
 from gradtrace.printable import printable
 from gradtrace.trace import Trace
@@ -279,3 +283,41 @@ def _output(trace: Trace, module: str) -> int:
             "node for each call, and by('steps') a row for each call of a cell"
         )
     return max(blocks[alive[0]].takes.values(), key=lambda v: prod(places.shapes[v]))
+
+
+@isolated()
+def through_value(program: Program, wanted: int, directions: Mapping[int, Tensor]) -> Tensor:
+    """``g ⊙ t`` of the value ``wanted``; ``directions`` are d, by the values of leaves."""
+    gradient = _gradient(program, wanted)
+    derivative = _derivative(program, wanted, directions)
+    return torch.zeros_like(gradient) if derivative is None else gradient * derivative
+
+
+def _gradient(program: Program, wanted: int) -> Tensor:
+    """The gradient of a value."""
+    values = {program.root: program.seed}
+    last = program.last_uses
+    for n, step in enumerate(program.steps()):
+        if wanted in values:
+            break
+        values[step.out] = interpreter.gradient_of(step, program.maps, values)
+        for term in step.terms:
+            if last[term.value] == n and term.value != wanted:
+                values.pop(term.value, None)
+    return values[wanted]
+
+
+def _derivative(program: Program, wanted: int, directions: Mapping[int, Tensor]) -> Tensor | None:
+    """The derivative of the tensor whose gradient the value is, along the directions of leaves;
+    None if it does not depend on them.
+    """
+    along = dict(directions)
+    for step in reversed(program.steps()):
+        here = along.get(step.out) if step.out == wanted else along.pop(step.out, None)
+        if step.out == wanted or here is None:
+            continue
+        for term in step.terms:
+            back = transposed(program.maps[term.map]).apply(here)
+            there = along.get(term.value)
+            along[term.value] = back if there is None else there + back
+    return along.get(wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,10 @@ from gradtrace.errors import UnknownName, Unsupported
 from gradtrace.graphs.operators import Edge, Operator
 from gradtrace.graphs.svg import draw
 from gradtrace.io import container
+from gradtrace.ir.program import HOOKS, Block, MapTable, Program
+from gradtrace.linops import Identity, Index, Map
+from gradtrace.linops.base import Count
+from gradtrace.types import Shape
 
 if TYPE_CHECKING:
     import networkx
@@ -110,7 +115,7 @@ class Graph:
         Computed from the maps of the backward program without building the edges: a product of m×k
         by k×n has m·n·k for each operand that needs a gradient. Costs about a backward pass.
         """
-        from gradtrace.ir.cost import count_edges
+        from gradtrace.graphs.graph import count_edges
         from gradtrace.recording.record import record
         from gradtrace.recording.sharded import recorder_of
 
@@ -180,3 +185,42 @@ def build(loss: Tensor, table: NameTable, watch: HookWatch) -> Graph:
     ]
     ends = {operator.leaf: operator for operator in operators if operator.leaf is not None}
     return Graph(operators, edges, ends, loss, table, watch)
+
+
+def count_edges(program: Program) -> int:
+    """|E'|: the number of pairs of scalars that an operator connects, summed over operators."""
+    device = program.seed.device
+    return sum(block_edges(block, program.maps, device) for block in program.blocks)
+
+
+def block_edges(block: Block, maps: MapTable, device: torch.device) -> int:
+    """How many pairs of scalars one operator connects. For a decomposed operator, the sum over its
+    steps. ``device`` is that of the program's values.
+    """
+    if block.operator == HOOKS:
+        return 0
+    if block.opened:
+        steps = [map_ for step in block.steps for map_ in maps.of(step)]
+        return sum(
+            _total(step.routes(1, device), step.out_shape)
+            for step in steps
+            if not _is_relayout(step)
+        )
+    counts: dict[int, Count] = dict.fromkeys(block.takes.values(), 1)
+    shapes = {}
+    for step in block.steps:
+        total: Count = 0
+        for term in step.terms:
+            total = total + maps[term.map].routes(counts[term.value], device)
+        counts[step.out] = total
+        shapes[step.out] = step.shape
+    return sum(_total(counts[value], shapes[value]) for value in block.gives.values())
+
+
+def _is_relayout(step: Map) -> bool:
+    """Whether a map only moves or reshapes elements, so that it adds no edges of its own."""
+    return isinstance(step, (Identity, Index))
+
+
+def _total(count: Count, shape: Shape) -> int:
+    return count * prod(shape) if isinstance(count, int) else int(count.sum())

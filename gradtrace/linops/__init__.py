@@ -7,12 +7,11 @@ from gradtrace.linops.base import Map
 from gradtrace.linops.contraction import Contract
 from gradtrace.linops.convolution import Convolve, Windows
 from gradtrace.linops.cumsum import Scan
-from gradtrace.linops.dense import Dense
+from gradtrace.linops.dense import Dense, Opaque
 from gradtrace.linops.diag_low_rank import Normaliser
 from gradtrace.linops.distances import Distances
 from gradtrace.linops.elementwise import Scale
 from gradtrace.linops.gather import Cut, Identity, Index, Slot, gather, tiled, tiling
-from gradtrace.linops.opaque import Opaque
 from gradtrace.linops.reduce import Reduce
 from gradtrace.linops.scatter import Scatter
 from gradtrace.linops.side_by_side import SideBySide, copied

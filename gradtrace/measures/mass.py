@@ -39,8 +39,7 @@ from gradtrace.paths.path_mass import (
 )
 from gradtrace.printable import listed, printable
 from gradtrace.semirings import Abs, Semiring
-from gradtrace.semirings.lifted import LiftedAbs
-from gradtrace.semirings.logarithmic import LogAbs
+from gradtrace.semirings.additive import LiftedAbs, LogAbs
 from gradtrace.tracing.counting import chosen_components
 from gradtrace.tracing.moments import NOTHING, Moments, as_float, in_units, loss_count
 from gradtrace.tracing.traced_program import TracedProgram

@@ -35,8 +35,8 @@ from gradtrace.linops import (
     transposed,
 )
 from gradtrace.semirings import Semiring
+from gradtrace.semirings.additive import LogAbs
 from gradtrace.semirings.base import each
-from gradtrace.semirings.logarithmic import LogAbs
 
 
 def leaf_tails(program: Program, entered: set[int]) -> dict[int, int]:

@@ -10,7 +10,7 @@ from gradtrace.errors import Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient, LazyPart
 from gradtrace.ir.program import Constants, Leaf, MapTable
 from gradtrace.kernels import backend_of
-from gradtrace.linops.away import Copies, copied_on_read
+from gradtrace.linops.read_through import Copies, copied_on_read
 
 COPIED_AT_ONCE_BYTES = 1 << 24
 """Gradients of leaves up to this size are copied to the device of the values at once."""

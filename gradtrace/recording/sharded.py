@@ -19,7 +19,7 @@ from gradtrace.autodiff.threads import unit_around
 from gradtrace.errors import Unsupported
 from gradtrace.ir.lazy_gradient import LazyPart
 from gradtrace.ir.program import Block
-from gradtrace.linops.sharded import gathered_on_read, reads_memory_of
+from gradtrace.linops.read_through import gathered_on_read, reads_memory_of
 from gradtrace.pytorch.dtensor import in_use
 from gradtrace.pytorch.fsdp import POST_BACKWARD, Residency, ShardedModel
 from gradtrace.recording.node_rules import Edge

@@ -18,7 +18,7 @@ from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import Unsupported
 from gradtrace.ir.program import Block
 from gradtrace.linops.across_ranks import RankGather, own_part
-from gradtrace.linops.sharded import gathered_on_read
+from gradtrace.linops.read_through import gathered_on_read
 from gradtrace.pytorch.dtensor import (
     NODES,
     REDISTRIBUTE,

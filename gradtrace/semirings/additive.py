@@ -1,10 +1,12 @@
-"""Semirings whose ⊕ adds part by part: gradient, path mass, path count, entropy."""
+"""Semirings whose ⊕ adds part by part: gradient, path mass, path count, entropy; and the same as
+logarithms (``LogAbs``), or with weights made once for many products (``LiftedAbs``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf, log
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError, OutOfRange
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.precision import exact
+from gradtrace.kernels.strides import is_dense
 from gradtrace.semirings.base import (
     UNTARGETED,
     Piece,
@@ -284,3 +287,90 @@ SUM = Sum()
 ABS = Abs()
 COUNT = Count()
 ENTROPY = Entropy()
+
+
+LOG_2 = log(2)
+
+
+@dataclass(frozen=True)
+class LogAbs(Semiring):
+    """``log₂ Σ |weight|**p``, as ``Abs(p=p)``, in logarithms from beginning to end.
+
+    One power of two for each tensor keeps depth from leaving the range of floats, but not the
+    elements of one tensor from each other: for p = 64 a weight of 1e-5 beside 1 is 1e-320. There
+    are no matrix products in logarithms, so this is many times slower.
+
+    >>> LogAbs(p=64).lift(torch.tensor([-8.0, 0.0]))
+    (tensor([192., -inf], dtype=torch.float64),)
+    """
+
+    p: float = 1.0
+    name: str = "LOG-ABS"
+    zero: tuple[float, ...] = (-inf,)
+    one: tuple[float, ...] = (0.0,)
+
+    def lift(self, weight: Tensor) -> Value:
+        return (weight.double().abs().log2() * self.p,)
+
+    def plus(self, a: Value, b: Value) -> Value:
+        return (torch.logaddexp2(a[0], b[0]),)
+
+    def times(self, a: Value, b: Value) -> Value:
+        return (a[0] + b[0],)
+
+    def fold(self, x: Value, dim: int) -> Value:
+        return ((x[0] * LOG_2).logsumexp(dim) / LOG_2,)
+
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True)
+class LiftedAbs(Abs):
+    """``ABS`` for a program that is run more than once: ``known`` has the absolute values of
+    weights, by their id. Each is beside its weight, which it keeps alive.
+    """
+
+    known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, weights: Iterable[Tensor], most: int) -> LiftedAbs:
+        """The semiring that knows these weights, or the smallest of them, of ``most`` bytes."""
+        unique = {id(w): w for w in weights if w.dtype in FLOATS and w.dim() and is_dense(w)}
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for weight in sorted(unique.values(), key=lambda w: w.numel() * w.itemsize):
+            most -= weight.numel() * weight.itemsize
+            if most < 0:
+                break
+            by_kind.setdefault((weight.dtype, weight.device), []).append(weight)
+        found = cls()
+        for some in by_kind.values():
+            lifted = torch._foreach_abs(some)
+            found.known.update({id(w): (w, abs_) for w, abs_ in zip(some, lifted)})
+        return found
+
+    def _lifted(self, weight: Tensor) -> Tensor:
+        """``|weight|``, in its own dtype."""
+        pair = self.known.get(id(weight))
+        if pair is not None:
+            return pair[1]
+        return weight if weight.dtype is torch.bool else weight.abs()
+
+    def weigh(self, weight: Tensor) -> Value:
+        return (wide(self._lifted(weight)),)
+
+    def times_weight(self, x: Value, weight: Tensor) -> Value:
+        return (x[0] * self._lifted(weight),)  # a half-precision weight is widened on the way
+
+    def contract(self, spec: str, x: Value, weight: Tensor) -> Value:
+        spec, weight = sum_weight_only_letters(spec, weight)
+        (given,), lifted = x, self._lifted(weight)
+        how = plan(spec, given.shape, lifted.shape)
+        left, right = how.left(given), how.right(lifted)
+        if right.dtype is left.dtype:
+            with exact(left):
+                if how.turned:  # written as it is read later: strided sums take twice as long
+                    turned = torch.bmm(right.mT, left.mT)
+                    return (torch.reshape(turned, [how.sizes[c] for c in how.out]),)
+                return (how.back(torch.bmm(left, right)),)
+        return (how.back(backend_of(left).widened_product(left, right)),)

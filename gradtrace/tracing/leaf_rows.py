@@ -10,18 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
 from gradtrace.ir.passes.leaf_rows import keep_rows
 from gradtrace.ir.program import Leaf
+from gradtrace.kernels.operands import Floats
 from gradtrace.pytorch.random_state import seeded
+from gradtrace.tracing.aggregate import (
+    Counts,
+    Reach,
+    bit_columns,
+    component_hits,
+    eligible_components,
+    joined_counts,
+    joined_rows,
+    owners_of,
+    sets_at_once,
+    to_device,
+)
 from gradtrace.tracing.influence import Influence, Row
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.moments import Moments
-from gradtrace.tracing.row_sums import RowCounts, RowSums, row_sums
+from gradtrace.tracing.provenance import words_of
 from gradtrace.tracing.sampling import NOTHING_DRAWN, seed_of, variances
 from gradtrace.tracing.tally import NONFINITE, LeafCounts
 from gradtrace.tracing.traced_program import TracedProgram
@@ -168,4 +183,153 @@ def _note(leaves: Sequence[SampledLeaf], sizes: Mapping[int, int]) -> str:
     return (
         f"{drawn:,} of {whole:,} elements of {many} counted, in rows drawn at random; ± is the "
         "standard error of that"
+    )
+
+
+# Sums over rows -----------------------------------------------------------------------------------
+
+
+class RowCounts(NamedTuple):
+    """The counts of ``rows`` random rows of a leaf of ``height``, in groups of equal size: entry
+    ``g·(sets + 1) + id`` is for group g. ``place``: of the leaf in ``Reach``; ``elements``: how
+    many were counted.
+    """
+
+    counts: Counts
+    rows: int
+    height: int
+    place: int
+    elements: int
+
+    @property
+    def factor(self) -> float:
+        """How many rows each of them stands for."""
+        return self.height / self.rows
+
+    @property
+    def left(self) -> float:
+        """The part of the leaf's rows that was not drawn."""
+        return 1 - self.rows / self.height
+
+
+class RowSums(NamedTuple):
+    """Estimates over all rows of the sampled leaves, by component and kind (number of elements,
+    |gradient|): (components, 2). The fields from ``tt`` on are those of ``SamplingVariance``;
+    ``unreached`` is (components,); ``finite``: whether all gradients counted are.
+    """
+
+    through: Floats
+    eligible: Floats
+    tt: Floats
+    ta: Floats
+    aa: Floats
+    units: Floats
+    left: Floats
+    unreached: Floats
+    finite: bool
+
+
+class _Sets(NamedTuple):
+    """The provenance sets of all leaves, (sets, words); the leaf of each; the number of elements
+    and Σ |gradient| of each by group: (sets, 2, groups).
+    """
+
+    words: Tensor
+    leaf: Tensor
+    numbers: Tensor
+
+
+def row_sums(
+    found: Sequence[RowCounts], groups: int, reach: Reach, bits: list[int], entries: int
+) -> RowSums:
+    """Σt and Σe over all rows, and how far they may be off, with one sync. ``entries`` of tables
+    are computed at a time.
+
+    Of N rows of a leaf n were drawn, in G groups whose sums are x: the leaf counts ``N/n · Σ x``.
+    Leaves are drawn independently, so each of the G numbers ``d = Σ N/n · √(1 - n/N) · (x - mean)``
+    over all leaves has 1/G of the variance of the total.
+    """
+    if not found:
+        none = np.zeros((len(bits), 2))
+        return RowSums(none, none, none, none, none, none, none, none[:, 0], True)
+    sets = _sets(found, groups)
+    device, count, (many, width) = sets.leaf.device, len(bits), sets.words.shape
+    owners = owners_of(reach, count, device)
+    scale = [(each.factor * each.left**0.5, each.factor, each.place) for each in found]
+    weight, factor, places = to_device(np.array(scale).T, device)
+    place = places.long()
+    table = _weighted(sets.numbers, weight[sets.leaf], factor[sets.leaf])
+    by_leaf = torch.zeros(len(found), 2, groups, dtype=torch.float64, device=device)
+    by_leaf.index_add_(0, sets.leaf, sets.numbers)
+    able = eligible_components(reach, bits, owners, entries)[:, place].double()
+    eligible = able @ torch.cat([_weighted(by_leaf, weight, factor), _units(found, by_leaf)], 1)
+    through = torch.zeros(count, table.shape[1], dtype=torch.float64, device=device)
+    columns = bit_columns(bits, 64 * width, device)
+    most = sets_at_once(columns, count, width, entries)
+    for n in range(0, many, most):
+        some = slice(n, n + most)
+        here = owners[:, place[sets.leaf[some]]]
+        through += component_hits(sets.words[some], columns, count, here).double() @ table[some]
+    return _estimates(torch.cat([through, eligible], 1).cpu().numpy(), groups)
+
+
+def _sets(found: Sequence[RowCounts], groups: int) -> _Sets:
+    every = [each.counts for each in found]
+    device = every[0].counts.device
+    counts, sums, starts = joined_counts(every, device)
+    rows, firsts = joined_rows(every)
+    extra = words_of([each.extra for each in every], 0, rows.shape[1])
+    sizes = np.array([len(each.rows) for each in every], np.int64)
+    leaf = np.repeat(np.arange(len(found)), sizes)
+    number = np.arange(len(leaf)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    start, first, step = np.array([starts, firsts, sizes + 1], np.int64)[:, leaf]
+    facts = np.stack([start + number + 1, first + number, step, leaf])
+    begin, row, stride, whose = to_device(facts, device)
+    wide = np.zeros((len(rows), extra.shape[1]), np.uint64)
+    wide[:, : rows.shape[1]] = rows
+    words = to_device(wide, device)[row] | to_device(extra, device)[whose]
+    group = torch.arange(groups, device=device)
+    place = begin.unsqueeze(1) + stride.unsqueeze(1) * group
+    numbers = torch.stack([counts[place].double(), sums[place]], 1)
+    there = (words[:, 0] & 1 != 0).reshape(-1, 1, 1)
+    return _Sets(words, whose, torch.where(there, numbers, 0.0))
+
+
+def _weighted(numbers: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    """Of numbers (n, 2, groups): deviations from their mean over groups times ``weight``, both
+    totals times ``factor``, and how many are not finite; (n, 2·groups + 4).
+    """
+    finite = numbers.nan_to_num(0.0, 0.0, 0.0)
+    apart = (finite - finite.mean(2, keepdim=True)) * weight.reshape(-1, 1, 1)
+    odd = (numbers != finite).double().sum(2)
+    return torch.cat([apart.flatten(1), finite.sum(2) * factor.unsqueeze(1), odd], 1)
+
+
+def _units(found: Sequence[RowCounts], by_leaf: Tensor) -> Tensor:
+    """For each leaf Σ (eligible part of a row drawn)², by kind; the same times the part of its rows
+    that was not drawn; the number of elements without a path: (leaves, 5).
+    """
+    groups = by_leaf.shape[2]
+    facts = [(e.factor**2 * groups / e.rows, e.left, e.factor, e.elements) for e in found]
+    square, left, factor, elements = to_device(np.array(facts).T, by_leaf.device).unsqueeze(2)
+    units = by_leaf.nan_to_num(0.0, 0.0, 0.0).square().sum(2) * square
+    missing = (elements - by_leaf[:, 0].sum(1, keepdim=True)) * factor
+    return torch.cat([units, units * left, missing], 1)
+
+
+def _estimates(table: Floats, groups: int) -> RowSums:
+    """What the columns of ``row_sums`` say. Their variance is itself estimated, from G - 1 degrees
+    of freedom, and taken (G - 1) / (G - 3) times, the variance of Student's t.
+    """
+    half = 2 * groups
+    passes, could, rest = np.split(table, [half + 4, 2 * half + 8], 1)
+    t = passes[:, :half].reshape(-1, 2, groups)
+    a = could[:, :half].reshape(-1, 2, groups) - t
+    scale = groups / max(groups - 3, 1)
+    tt, ta, aa = (scale * (x * y).sum(2) for x, y in ((t, t), (t, a), (a, a)))
+    through, eligible = passes[:, half : half + 2], could[:, half : half + 2]
+    units, left, missing = np.split(rest, [2, 4], 1)
+    finite = not could[:, half + 2 :].any()
+    return RowSums(
+        np.minimum(through, eligible), eligible, tt, ta, aa, units, left, missing[:, 0], finite
     )

@@ -19,9 +19,7 @@ from gradtrace.ir import memory
 from gradtrace.ir.program import Leaf, Program
 from gradtrace.kernels import Backend, backend_of
 from gradtrace.linops import Cut, Identity, Index, Reduce, Slot
-from gradtrace.linops.away import AwayView
-from gradtrace.linops.read_through import views_of
-from gradtrace.linops.sharded import sharded_model
+from gradtrace.linops.read_through import AwayView, sharded_model, views_of
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.paths.paths import Builder, ravel
 from gradtrace.pytorch.wrapped_modules import named_parameters

@@ -6,8 +6,8 @@ is part of. ``RULES`` is the table. Operations without a row are decomposed, pro
 (elementwise operations), recorded as gathers (views), or stored as a dense matrix.
 """
 
-from gradtrace.recording.aten_rules.batched_weights import BatchedWeights
 from gradtrace.recording.aten_rules.call import (
+    BatchedWeights,
     Call,
     Chains,
     Undecided,
@@ -17,12 +17,11 @@ from gradtrace.recording.aten_rules.call import (
     shape_of,
 )
 from gradtrace.recording.aten_rules.decompositions import OPENED
-from gradtrace.recording.aten_rules.distances import distance_maps
 from gradtrace.recording.aten_rules.elementwise import mask_map, probe
 from gradtrace.recording.aten_rules.movement import overwritten, view
+from gradtrace.recording.aten_rules.products import dense, distance_maps
 from gradtrace.recording.aten_rules.sparse import matrix_times, times_matrix
 from gradtrace.recording.aten_rules.table import RULES
-from gradtrace.recording.aten_rules.unit_columns import dense
 
 __all__ = [
     "OPENED",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import NotLinear
-from gradtrace.linops import Identity, Index, Slot, gather
+from gradtrace.linops import Identity, Index, Map, Reduce, Scale, Scan, Slot, gather
 from gradtrace.recording.aten_rules.call import Call, Chains, pairwise, real, shape_of
 from gradtrace.types import Shape
 
@@ -190,3 +190,31 @@ def ids(shape: Sequence[int], device: torch.device) -> Tensor:
 def ids64(shape: Sequence[int], device: torch.device) -> Tensor:
     """``ids`` in float64, for operations that refuse integers; exact below 2**53."""
     return ids(shape, device).double()
+
+
+def total(call: Call) -> Chains:
+    """``sum``."""
+    return [([_reduce(call.dep, call.get(1, "dim"), call.out)], call.dep)]
+
+
+def _reduce(dep: Tensor, dims: Any, out: Tensor) -> Map:
+    if isinstance(dims, int):
+        dims = [dims]
+    every = range(dep.dim())
+    over = [d % dep.dim() for d in dims] if dims and dep.dim() else every
+    return Reduce(list(over), shape_of(dep), shape_of(out))
+
+
+def mean(call: Call) -> Chains:
+    """``sum / n``."""
+    dep, out = call.dep, call.out
+    n = dep.numel() // out.numel() if out.numel() else 1
+    return [([_reduce(dep, call.get(1, "dim"), out), Scale(1 / max(n, 1), shape_of(out))], dep)]
+
+
+def cumsum(call: Call) -> Chains:
+    """``cumsum``."""
+    dep = call.dep
+    if not dep.dim():
+        return [([], dep)]
+    return [([Scan(call.args[1] % dep.dim(), shape_of(dep))], dep)]

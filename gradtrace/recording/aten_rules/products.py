@@ -1,15 +1,27 @@
-"""Matrix products with constants, linear solves, convolutions and Fourier transforms."""
+"""Products with constants: matrices, convolutions, Fourier transforms; linear solves, distances."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf, prod
 from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradtrace.linops import Contract, Convolve, Map, Reduce, Scale, Windows
+from gradtrace.errors import TooLarge
+from gradtrace.linops import (
+    Contract,
+    Convolve,
+    Dense,
+    Distances,
+    Map,
+    Reduce,
+    Scale,
+    Windows,
+    gather,
+)
 from gradtrace.recording.aten_rules import sparse
 from gradtrace.recording.aten_rules.call import (
     Call,
@@ -23,7 +35,7 @@ from gradtrace.recording.aten_rules.call import (
     shape_of,
 )
 from gradtrace.recording.aten_rules.elementwise import weigh
-from gradtrace.recording.aten_rules.unit_columns import dense
+from gradtrace.types import Shape
 
 aten = torch.ops.aten
 
@@ -203,3 +215,100 @@ def fourier(call: Call) -> Chains:
         for d in dims:
             apply(lambda u: aten._fft_c2c(u + 0j, [1], scale, call.args[3]), d, True)
     return [(as_shape(from_shape(steps, shape_of(dep)), shape_of(call.out)), dep)]
+
+
+def dense(call: Call) -> Any:
+    """The matrices of any linear operation, from its results for all unit vectors.
+
+    Raises ``TooLarge`` if one has more than ``call.limit`` entries.
+    """
+    many = isinstance(call.out, (list, tuple))
+    outs = [o for o in call.out if isinstance(o, Tensor)] if many else [call.out]
+    result: list[Chains] = [[] for _ in (call.out if many else [0])]
+    for dep in call.deps:
+        n = prod(shape_of(dep))
+        m = sum(prod(shape_of(o)) for o in outs)
+        if n * max(m, 1) > call.limit:
+            raise TooLarge(too_large(call, m, n))
+        f = call.function(dep)
+        columns: list[list[Tensor]] = []
+        for j in range(n):
+            unit = torch.zeros(shape_of(dep), dtype=dep.dtype.to_real(), device=dep.device)
+            unit.reshape(-1)[j] = 1
+            found = f(torch.view_as_complex(unit) if dep.is_complex() else unit)
+            columns.append(list(found) if many else [found])
+        for k, out in enumerate(call.out if many else [call.out]):
+            if not isinstance(out, Tensor) or not (out.is_floating_point() or out.is_complex()):
+                continue
+            flat = [_parts(column[k]) for column in columns]
+            size = prod(shape_of(out))
+            matrix = torch.stack(flat, -1) if flat else out.new_zeros(size, 0)
+            if bool((matrix != 0).any()):
+                result[k].append(([Dense(matrix, shape_of(dep), shape_of(out))], dep))
+    return result if many else result[0]
+
+
+def _parts(x: Tensor) -> Tensor:
+    """The real representation, flattened."""
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
+
+
+def too_large(call: Call, rows: int, columns: int) -> str:
+    """The error message for a matrix that exceeds the limit."""
+    return (
+        f"{call.name} has no structured rule, and as a matrix it has {rows:,} x {columns:,} "
+        "entries; raise dense_limit, or trace with granularity='operator'"
+    )
+
+
+def distance_maps(x: Tensor, y: Tensor, power: float, distance: Tensor) -> list[Map]:
+    """Maps from the cotangent of the distances (..., n, m) to that of x (..., n, k):
+    ``∂‖x − y‖ₚ/∂x = φ(x − y) / ‖x − y‖ₚ^(p − 1)``, which is 0 where the points coincide.
+    """
+    batch = tuple(distance.shape[:-2])
+    n, m, k = x.shape[-2], y.shape[-2], x.shape[-1]
+    shape = (*batch, n, m)
+    flat = prod(batch)
+    near, far = (
+        part.expand(*batch, size, k).reshape(flat, size, k) for part, size in ((x, n), (y, m))
+    )
+    off = distance.reshape(flat, n, m)
+    there = distance != 0
+    if power in (1, inf):
+        scale = there.to(distance.dtype)
+    else:
+        scale = torch.where(there, distance, 1).pow(1 - power) * there
+    return [
+        Scale(scale, shape),
+        Distances(near, far, power, off, (shape, (*batch, n, k))),
+    ]
+
+
+def cdist(call: Call) -> Chains:
+    """``_cdist_backward(g, x1, x2, p, cdist)``: the gradient by x1."""
+    g, x, y, power, distance = call.args
+    call.only(g)
+    if not power or not g.numel() or not call.out.numel():
+        return []  # p = 0 counts coordinates that differ: the gradient is zero
+    shape = tuple(distance.shape)
+    chain = [*broadcast_maps(g, shape), *distance_maps(x, y, power, distance)]
+    if chain[-1].out_shape != call.out.shape:
+        raise Undecided
+    return [(chain, g)]
+
+
+def pdist(call: Call) -> Chains:
+    """``_pdist_backward(g, x, p, pdist)``: distances of each pair once, in the order of the upper
+    triangle.
+    """
+    g, x, power, distance = call.args
+    call.only(g)
+    if not power or not g.numel() or not call.out.numel():
+        return []
+    n = x.shape[0]
+    pair = torch.full((n, n), -1, dtype=torch.int64, device=g.device)
+    first, second = torch.triu_indices(n, n, 1, device=g.device)
+    pair[first, second] = pair[second, first] = torch.arange(len(first), device=g.device)
+    square: Shape = (n, n)
+    whole = gather(pair, tuple(g.shape))
+    return [([whole, *distance_maps(x, x, power, whole.apply(distance).reshape(square))], g)]

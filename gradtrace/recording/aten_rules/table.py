@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from gradtrace.recording.aten_rules import distances as d
 from gradtrace.recording.aten_rules import elementwise as e
 from gradtrace.recording.aten_rules import movement as m
 from gradtrace.recording.aten_rules import norms as n
 from gradtrace.recording.aten_rules import products as p
-from gradtrace.recording.aten_rules import reductions, sparse
 from gradtrace.recording.aten_rules import resampling as r
 from gradtrace.recording.aten_rules import scatters as s
+from gradtrace.recording.aten_rules import sparse
 from gradtrace.recording.aten_rules.call import Rule
 
 aten = torch.ops.aten
@@ -59,9 +58,9 @@ ROWS: tuple[tuple[Rule, str], ...] = (
     (m.move, "scatter.src scatter.value"),
     (m.move, "index_copy masked_scatter max_unpool2d max_unpool3d _unsafe_masked_index"),
     (m.move, "channel_shuffle pixel_shuffle pixel_unshuffle"),
-    (reductions.total, "sum"),
-    (reductions.mean, "mean"),
-    (reductions.cumsum, "cumsum"),
+    (m.total, "sum"),
+    (m.mean, "mean"),
+    (m.cumsum, "cumsum"),
     (p.product("mk->mn", "kn"), "mm"),
     (p.product("bmk->bmn", "bkn"), "bmm"),
     (p.product("mk->m", "k"), "mv"),
@@ -120,8 +119,8 @@ ROWS: tuple[tuple[Rule, str], ...] = (
     (r.separable(2, r.adaptive_average_pool), "_adaptive_avg_pool2d_backward"),
     (r.separable(3, r.adaptive_average_pool), "_adaptive_avg_pool3d_backward"),
     (r.grid_sampler, "grid_sampler_2d_backward grid_sampler_3d_backward"),
-    (d.cdist, "_cdist_backward"),
-    (d.pdist, "_pdist_backward"),
+    (p.cdist, "_cdist_backward"),
+    (p.pdist, "_pdist_backward"),
     (e.per_sample(0), "multi_margin_loss_backward multilabel_margin_loss_backward"),
     (e.per_sample(1), "_ctc_loss_backward"),
     (s.segment_reduce, "_segment_reduce_backward"),
