@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from gradtrace.kernels import Reference, backend_of, cpu_library
 from gradtrace.tracing import aggregate
-from gradtrace.tracing.aggregate import Counts, Groups, ListedGroups, Reach, grouped, groups_of
+from gradtrace.tracing.aggregate import (
+    Counts,
+    Groups,
+    LeafSums,
+    ListedGroups,
+    Reach,
+    grouped,
+    groups_of,
+)
 from gradtrace.tracing.provenance import PackedSets, words_of
 
 NAN = math.nan
@@ -106,7 +114,7 @@ def test_groups_are_added_up(way: str, seed: int, leaves: int, pairs: int) -> No
         patch.setattr(aggregate, "SPARSE_WORDS_FACTOR", sparse)
         here = make(found)
         eligible, through, unreached, finite = here.added(
-            pairs, reach, order.tolist(), most, bits, backend_of(CPU)
+            LeafSums(pairs, reach, order.tolist(), most, bits), backend_of(CPU)
         )
     wanted = plainly(found, pairs, could[order], bits, most)
     assert np.array_equal(eligible, wanted[0])  # quarters: sums are exact in any order
@@ -135,10 +143,10 @@ def test_leaves_that_share_tensors(seed: int, leaves: int, pairs: int) -> None:
     for mine, wanted in zip(groups_of(shared), groups_of(found)):
         assert torch.equal(mine, wanted)
     bits, reach = [1, 1 << 61 | 1 << 72], Reach(words_of([-1 & (1 << 300) - 1] * leaves), NOBODY)
-    most, at = np.arange(leaves, dtype=float), list(range(leaves))
+    asked = LeafSums(pairs, reach, range(leaves), np.arange(leaves, dtype=float), bits)
     for mine, wanted in zip(
-        grouped(shared, backend_of(CPU)).added(pairs, reach, at, most, bits, backend_of(CPU)),
-        groups_of(found).added(pairs, reach, at, most, bits, backend_of(CPU)),
+        grouped(shared, backend_of(CPU)).added(asked, backend_of(CPU)),
+        groups_of(found).added(asked, backend_of(CPU)),
     ):
         assert np.array_equal(mine, wanted)
 
@@ -148,7 +156,7 @@ def test_nothing_counted(make: Callable[[list[Counts]], Groups | ListedGroups]) 
     here = make([])
     reach = Reach(np.zeros((0, 1), np.uint64), np.zeros((2, 0), np.int64))
     eligible, through, unreached, finite = here.added(
-        2, reach, [], np.zeros(0), [1, 2, 4], backend_of(CPU)
+        LeafSums(2, reach, [], np.zeros(0), [1, 2, 4]), backend_of(CPU)
     )
     assert eligible.shape == through.shape == (2, 3, 2)
     assert not eligible.any() and not through.any() and not unreached.any()

@@ -16,7 +16,7 @@ from test_maps import KINDS
 
 from gradtrace.ir import memory
 from gradtrace.kernels import backend_of, cuda_contraction, cuda_tiling, tuning
-from gradtrace.tracing.aggregate import Reach, groups_of
+from gradtrace.tracing.aggregate import LeafSums, Reach, groups_of
 from gradtrace.tracing.provenance import words_of
 
 SHAPES = [
@@ -189,7 +189,8 @@ def test_sums_over_components_are_always_the_same_bits(pairs: int) -> None:
     place, totals = [n % 40 for n in range(len(here))], np.full(len(here), 99.0)
     backend = backend_of(here[0].counts)
     first, *others = (
-        groups_of(here).added(pairs, everything, place, totals, bits, backend) for _ in range(10)
+        groups_of(here).added(LeafSums(pairs, everything, place, totals, bits), backend)
+        for _ in range(10)
     )
     assert first.through.any()
     for other in others:

@@ -155,7 +155,7 @@ def added(
     reach = aggregate.Reach(words_of([7, 7]), np.array([[0], [owned]]))
     backend = backend_of(counts)
     both = aggregate.grouped([leaf, leaf], backend)
-    return both.added(pairs, reach, places, np.ones(totals), [1, 2, 4], backend)
+    return both.added(aggregate.LeafSums(pairs, reach, places, np.ones(totals), [1, 2, 4]), backend)
 
 
 @needs_library

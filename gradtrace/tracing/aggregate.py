@@ -64,6 +64,21 @@ def own_elements(
     return [int(size) for size in own]
 
 
+class LeafSums(NamedTuple):
+    """Which sums of the counts of leaves are wanted: over leaves that could pass each component,
+    and over their paths that do.
+
+    ``place`` is the index of each leaf in ``reach``, ``totals`` its largest possible number of
+    paths, ``bits`` the bits of each component.
+    """
+
+    pairs: int
+    reach: Reach
+    place: Sequence[int]
+    totals: Floats
+    bits: list[int]
+
+
 class Columns(NamedTuple):
     """Components with ``size`` bits each: their indices, and the positions of all their bits."""
 
@@ -99,21 +114,11 @@ class Groups(NamedTuple):
         until = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])[ends]
         return torch.diff(until, prepend=until.new_zeros(1)).double()
 
-    def added(
-        self,
-        pairs: int,
-        reach: Reach,
-        place: Sequence[int],
-        totals: Floats,
-        bits: list[int],
-        backend: Backend,
-    ) -> GroupSums:
+    def added(self, wanted: LeafSums, backend: Backend) -> GroupSums:
         """Sum the groups whose leaf could pass each component, and those whose provenance has any
-        of its bits.
-
-        ``place`` is the index of each leaf in ``reach``, ``totals`` its largest possible number of
-        paths, ``bits`` the bits of each component. Sums that are not finite are left out.
+        of its bits. Sums that are not finite are left out.
         """
+        pairs, reach, place, totals, bits = wanted
         device, count = self.leaf.device, len(bits)
         entries = backend.table_entries
         owners = owners_of(reach, count, device)
@@ -297,33 +302,14 @@ class ListedGroups(NamedTuple):
 
     found: Sequence[Counts]
 
-    def added(
-        self,
-        pairs: int,
-        reach: Reach,
-        place: Sequence[int],
-        totals: Floats,
-        bits: list[int],
-        backend: Backend,
-    ) -> GroupSums:
+    def added(self, wanted: LeafSums, backend: Backend) -> GroupSums:
         """``Groups.added``."""
         counts, sums, starts = joined_counts(self.found, HOST)
-        request = self.request(starts, pairs, reach, place, totals, bits)
-        return backend.group_sums(request, counts, sums)
+        return backend.group_sums(self.request(starts, wanted), counts, sums)
 
-    def request(
-        self,
-        starts: Sequence[int],
-        pairs: int,
-        reach: Reach,
-        place: Sequence[int],
-        totals: Floats,
-        bits: list[int],
-    ) -> GroupRequest:
-        """What is asked of the backend: the arguments of ``added``, and where the counts of each
-        leaf begin.
-        """
-        found = self.found
+    def request(self, starts: Sequence[int], wanted: LeafSums) -> GroupRequest:
+        """What is asked of the backend, given where the counts of each leaf begin."""
+        found, (pairs, reach, place, totals, bits) = self.found, wanted
         if not len(found) == len(place) == len(totals):
             raise GradtraceError(f"{len(found)} leaves, {len(place)} places, {len(totals)} totals")
         known: dict[int, int] = {}

@@ -42,7 +42,7 @@ from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.sampling import Drawn, seed_of, unit_of
-from gradtrace.tracing.tally import Tally, table_of
+from gradtrace.tracing.tally import Tally
 from gradtrace.tracing.traced_program import TracedProgram, indices
 from gradtrace.tracing.traced_value import TracedValue, thinned
 from gradtrace.tracing.uniform_tally import UniformTally
@@ -82,7 +82,7 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
         uniform = _uniform_tally(traced, facts, storage)
         if uniform is not None:
             sums = uniform.counted(traced.program.constants, traced.backend)
-            table = table_of(facts, traced.program, sums, uniform.own)
+            table = Influence.of_sums(*facts.described(traced.program), sums, uniform.own)
             return replace(table, notes=(*traced.notes, *table.notes))
         tally = Tally(facts, traced.program, traced.pairs, traced.backend, storage.batch_bytes)
         for found, gradient in _traced_leaves(traced, facts, storage):

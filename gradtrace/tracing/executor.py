@@ -218,15 +218,9 @@ class Executor:
         step = op.step
         maps = [self.map(at, value) for at, value in step.terms]
         known, states = self.known.get(step.out), [self.states[value] for _, value in step.terms]
-        if op.form.size >= Sizing.CARRIED:
-            states = [with_size(state, self.backend) for state in states]
-        else:
-            states = [s if s.size is None else unsized(s, self.backend) for s in states]
-            states = [materialise(state, self.backend) for state in states]
+        states = [self._sized(state, op.form) for state in states]
         found = concatenated(maps, states, op.order, known, op.form, self.absolute, self.backend)
-        self.states[step.out] = (
-            unsized(found, self.backend) if op.form.size is Sizing.LAST else found
-        )
+        self.states[step.out] = self._unsized_last(found, op.form)
         return op.free
 
     def _exchange(self, op: Exchange) -> tuple[int, ...]:
@@ -234,10 +228,20 @@ class Executor:
         ((at, value),) = step.terms
         map_ = self.map(at, value)
         assert isinstance(map_, RankGather)
-        known, state = self.known.get(step.out), self.states[value]
+        known, state = self.known.get(step.out), self._sized(self.states[value], form)
         found = exchanged(map_, state, known, form, self.absolute, self.backend)
-        self.states[step.out] = unsized(found, self.backend) if form.size is Sizing.LAST else found
+        self.states[step.out] = self._unsized_last(found, form)
         return free
+
+    def _sized(self, state: TracedValue, form: Form) -> TracedValue:
+        """A part of a value, with its size if the whole has one."""
+        if form.size >= Sizing.CARRIED:
+            return with_size(state, self.backend)
+        state = state if state.size is None else unsized(state, self.backend)
+        return materialise(state, self.backend)
+
+    def _unsized_last(self, state: TracedValue, form: Form) -> TracedValue:
+        return unsized(state, self.backend) if form.size is Sizing.LAST else state
 
     def _join(self, op: Join) -> tuple[int, ...]:
         """The sum of several terms, or one more term of the sum over a value's users."""
@@ -327,11 +331,18 @@ def concatenated(
         provenance, shift = provenance.joined(state.provenance)
         ids.append(torch.add(given, given != 0, alpha=shift) if shift else given)
     both = tiled(maps, ids, order)
+    found = TracedValue(value, exponent, both, provenance, (), size, None, True)
+    return _compacted(found, absolute, backend)
+
+
+def _compacted(state: TracedValue, absolute: bool, backend: Backend) -> TracedValue:
+    """A value of unmasked ids; masked if the table is large, and by the rule ``viterbi``."""
+    ids, provenance, compared = state.ids, state.provenance, state.compared
+    if ids is None or not (absolute or len(provenance.rows) > COMPACT_ABOVE_ENTRIES):
+        return state
     # compact() must not count ids of elements that are 0 as used
-    if absolute or len(provenance.rows) > COMPACT_ABOVE_ENTRIES:
-        both = both * ((value if size is None else size) != 0)
-        return TracedValue(value, exponent, *compact(both, provenance, backend), (), size)
-    return TracedValue(value, 0, both, provenance, (), size, None, True)
+    ids, provenance = compact(ids * (compared != 0), provenance, backend)
+    return state._replace(ids=ids, provenance=provenance, unmasked=False)
 
 
 def _sizes(state: TracedValue, backend: Backend) -> TracedValue:
@@ -362,10 +373,6 @@ def exchanged(
     the order of ranks, and ids are shifted before they are gathered. The result is the same on all
     ranks. ``known`` is its gradient, if recording kept it.
     """
-    if form.size >= Sizing.CARRIED:
-        state = with_size(state, backend)
-    else:
-        state = materialise(state if state.size is None else unsized(state, backend), backend)
     assert state.value is not None
     layout, rows = map_.layout, state.provenance.sets()[1:]
     said = layout.told((state.exponent, state.ids is None, rows))
@@ -386,7 +393,5 @@ def exchanged(
         table, start = table.joined(ProvenanceTable(tuple(sets)))
         shift = start if rank == layout.rank else shift
     both = layout.gather(torch.add(ids, ids != 0, alpha=shift) if shift else ids)
-    if absolute or len(table.rows) > COMPACT_ABOVE_ENTRIES:
-        both = both * ((value if size is None else size) != 0)
-        return TracedValue(value, exponent, *compact(both, table, backend), (), size)
-    return TracedValue(value, exponent, both, table, (), size, None, True)
+    found = TracedValue(value, exponent, both, table, (), size, None, True)
+    return _compacted(found, absolute, backend)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, repeat
 from math import log2
 from typing import Any, Literal, Protocol
 
@@ -19,13 +19,16 @@ from gradtrace.errors import (
 from gradtrace.io import schemas
 from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable
 from gradtrace.io.validation import check_read
+from gradtrace.kernels.operands import GroupSums
 from gradtrace.printable import listed, printable
 from gradtrace.tracing.choices import Choice, Choices
 from gradtrace.tracing.coverage import Coverage, combined
-from gradtrace.tracing.moments import NOTHING, loss_count
+from gradtrace.tracing.moments import NOTHING, KnownVariance, loss_count
 from gradtrace.tracing.moments import Moments as Moments
 
 Weight = Literal["count", "gradient"]
+
+NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
 
 class TableSource(Protocol):
@@ -140,6 +143,27 @@ class Influence(ComponentRows[Row], Tabular):
         del found.__dict__["rows"]
         found.__dict__["_later"] = (names, make)
         return found
+
+    @classmethod
+    def of_sums(
+        cls,
+        names: Iterable[str],
+        avoidable: Iterable[bool | None],
+        sums: GroupSums,
+        own: Iterable[int],
+        known: Iterable[Iterable[KnownVariance]] = (repeat(None), repeat(None)),
+    ) -> Influence:
+        """The table of these sums, given the name of each component, whether it can be avoided and
+        how many elements it has; ``known`` are the sampling variances by count and by |gradient|.
+        """
+        eligible, through, unreached, finite = sums
+        moments = (
+            map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist(), each)
+            for k, each in enumerate(known)
+        )
+        counts = own, map(int, unreached.tolist())
+        rows = tuple(map(Row, names, *counts, *moments, avoidable))
+        return cls(rows, len(eligible), notes=() if finite else (NONFINITE,))
 
     def __getattr__(self, name: str) -> Any:
         """The rows of a table made by ``later``."""

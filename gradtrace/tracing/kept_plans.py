@@ -161,6 +161,10 @@ class ComponentFacts:
             self._alternatives = alternatives(program, *parts, self.names)
         return self._alternatives
 
+    def described(self, program: Program) -> tuple[list[str], list[bool | None]]:
+        """The name of each component, and its ``alternatives``."""
+        return [each.name for each in self.chosen.components], self.alternatives(program)
+
     def mass_plan(self, program: Program) -> MassPlan:
         """The plan of a mass pass."""
         if self._mass_plan is None:

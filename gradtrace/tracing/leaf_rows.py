@@ -33,12 +33,12 @@ from gradtrace.tracing.aggregate import (
     sets_at_once,
     to_device,
 )
-from gradtrace.tracing.influence import Influence, Row
+from gradtrace.tracing.influence import NONFINITE, Influence, Row
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.moments import Moments
 from gradtrace.tracing.provenance import words_of
 from gradtrace.tracing.sampling import NOTHING_DRAWN, seed_of, variances
-from gradtrace.tracing.tally import NONFINITE, LeafCounts
+from gradtrace.tracing.tally import LeafCounts
 from gradtrace.tracing.traced_program import TracedProgram
 
 LARGE_LEAF_ELEMENTS = 1 << 16

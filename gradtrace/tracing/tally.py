@@ -19,9 +19,9 @@ from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
 from gradtrace.linops.indexing import laid, repeated
 from gradtrace.paths.path_forest import PathProvenance
-from gradtrace.tracing.aggregate import Counts, grouped, own_elements
+from gradtrace.tracing.aggregate import Counts, LeafSums, grouped, own_elements
 from gradtrace.tracing.executor import TracedLeaf
-from gradtrace.tracing.influence import Influence, Moments, Row, Weight
+from gradtrace.tracing.influence import Influence, Weight
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.moments import KnownVariance
 from gradtrace.tracing.sampling import NOTHING_DRAWN, Drawn, drawn_variances
@@ -29,8 +29,6 @@ from gradtrace.tracing.traced_value import PendingContribution, TracedValue, can
 
 SAMPLED_MAX_COUNTS = 1 << 22
 """The most counts, by leaf and set of components, of sampled elements that are added up at once."""
-
-NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
 
 
 @dataclass
@@ -313,16 +311,16 @@ class Tally:
         order = [place[leaf.value] for leaf in self.leaves]
         bits = self.facts.chosen.bits
         totals = np.array([leaf.total for leaf in self.leaves], dtype=float)
-        asked = self.pairs, reach, order, totals, bits, self.backend
+        wanted = LeafSums(self.pairs, reach, order, totals, bits)
         every = [leaf.found for leaf in self.leaves if leaf.found is not None]
-        sums = grouped(every, self.backend).added(*asked)
+        sums = grouped(every, self.backend).added(wanted, self.backend)
         known: list[Iterable[KnownVariance]] = [repeat(None), repeat(None)]
         if self.drawn is not None:
-            squares = grouped(self.squares, self.backend).added(*asked)
+            squares = grouped(self.squares, self.backend).added(wanted, self.backend)
             known = self._variances(self.drawn, (sums.through, sums.eligible), squares)
         names, sizes = [leaf.name for leaf in self.leaves], [leaf.size for leaf in self.leaves]
         own = own_elements(names, order, sizes, reach, len(bits))
-        table = table_of(self.facts, self.program, sums, own, known)
+        table = Influence.of_sums(*self.facts.described(self.program), sums, own, known)
         return replace(table, weight=weight, rule=rule, notes=(*notes, *table.notes))
 
     def _variances(
@@ -342,25 +340,6 @@ class Tally:
             each = drawn_variances(drawn, through, eligible, both, unit)
             found.append([NOTHING_DRAWN if a is False else v for v, a in zip(each, avoidable)])
         return found
-
-
-def table_of(
-    facts: ComponentFacts,
-    program: Program,
-    sums: GroupSums,
-    own: Iterable[int],
-    known: Iterable[Iterable[KnownVariance]] = (repeat(None), repeat(None)),
-) -> Influence:
-    """The table of these sums; ``known`` are the sampling variances by count and by |gradient|."""
-    eligible, through, unreached, finite = sums
-    moments = (
-        map(Moments.over, through[:, :, k].T.tolist(), eligible[:, :, k].T.tolist(), each)
-        for k, each in enumerate(known)
-    )
-    names = (component.name for component in facts.chosen.components)
-    counts = own, map(int, unreached.tolist())
-    rows = tuple(map(Row, names, *counts, *moments, facts.alternatives(program)))
-    return Influence(rows, len(eligible), notes=() if finite else (NONFINITE,))
 
 
 def _first_counts(found: Sequence[Counts]) -> list[int]:

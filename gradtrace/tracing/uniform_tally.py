@@ -15,7 +15,7 @@ from gradtrace.kernels import Backend
 from gradtrace.kernels.operands import GroupRequest, GroupSums, Whole
 from gradtrace.linops import Scatter
 from gradtrace.linops.scatter import SparseElements
-from gradtrace.tracing.aggregate import HOST, Counts, ListedGroups, Reach, own_elements
+from gradtrace.tracing.aggregate import HOST, Counts, LeafSums, ListedGroups, Reach, own_elements
 from gradtrace.tracing.provenance import ProvenanceTable, words_of
 from gradtrace.tracing.traced_value import PendingContribution, cancelled
 
@@ -52,7 +52,7 @@ class UniformTally(NamedTuple):
         found = [Counts(counts, sums, rows, leaf.bits, 0, 0, n, 1) for n, leaf in enumerate(leaves)]
         totals = np.array(sizes, dtype=float)
         starts = range(len(leaves))
-        request = ListedGroups(found).request(starts, 1, reach, places, totals, bits)
+        request = ListedGroups(found).request(starts, LeafSums(1, reach, places, totals, bits))
         passed = words_of([leaf.bits | 1 for leaf in leaves], 0, reach.words.shape[1])
         through = np.array_equal(passed, reach.words[places])
         if through:  # then they need not be summed twice
