@@ -161,7 +161,7 @@ class ZeroFinder:
             reason,
             str(line),
             name_of(node),
-            self._evidence(node, reason, operation),
+            self._evidence(node, child, reason, operation),
             self._severity(node, child, reason),
         )
 
@@ -186,6 +186,8 @@ class ZeroFinder:
             return "note"
         if reason is Reason.NO_SAMPLES:
             return "warning"
+        if self._zero_coefficient(node, child):
+            return "error"
         others = [each for each in self._factors(node) if each is not None and each is not child]
         moving = [each for each in others if not self.sizes.is_zero(each)]
         if reason is not Reason.ZERO_FACTOR or not moving:
@@ -219,7 +221,7 @@ class ZeroFinder:
             return Reason.UNDERFLOW
         if "Softmax" in kind and all(x.shape[-1:] == (1,) for x in self.sizes.size[node]):
             return Reason.ONE_CLASS
-        if self._zero_scale(node) is not None:
+        if self._zero_scale(node) is not None or self._zero_coefficient(node, child):
             return Reason.ZERO_FACTOR
         reason = Reason.FLAT if _rounds(node) else reason_of(kind)
         if reason is Reason.ZERO_FACTOR and not self._is_factor(node, child):
@@ -238,6 +240,18 @@ class ZeroFinder:
         target = getattr(node, "_saved_target", None) if is_loss else None
         used = weight if target is None else weight[target[target != node._saved_ignore_index]]
         return weight if used.numel() and not bool(used.any()) else None
+
+    def _zero_coefficient(self, node: Node, child: Node) -> str:
+        """The coefficient of an argument, if that is the number 0: ``alpha`` of torch.add(x, y,
+        alpha=0) for y, ``beta`` of addmm for the summand, ``value`` of addcmul for the factors.
+        """
+        edges = self.sizes.edges[node]
+        summand = kind_of(node) != "Rsub" and bool(edges) and edges[0][0] is child
+        names = ("beta",) if summand else ("alpha", "value")
+        if summand and any(each is child for each, _ in edges[1:]):
+            return ""
+        zero = (name for name in names if _is_number_zero(getattr(node, f"_saved_{name}", None)))
+        return next(zero, "")
 
     def _factors(self, node: Node) -> tuple[Node | None, ...]:
         edges = [child for child, _ in self.sizes.edges[node]]
@@ -277,7 +291,9 @@ class ZeroFinder:
             said.append(self.named.get(value) or made or f"an input of shape {shape}")
         return f": {' and '.join(said)} {'is' if len(said) == 1 else 'are'} 0" if said else ""
 
-    def _evidence(self, node: Node, reason: Reason, operation: Operation | None) -> str:
+    def _evidence(
+        self, node: Node, child: Node, reason: Reason, operation: Operation | None
+    ) -> str:
         module = self.modules.get(node, "")
         where = f"{name_of(node)}{f' (in {module!r})' if module else ''}"
         if reason is Reason.NO_SAMPLES:
@@ -288,7 +304,9 @@ class ZeroFinder:
         if operation is None or self.record is None:
             return f"{reached}, and it hands on exactly 0."
         if reason in (Reason.ZERO_FACTOR, Reason.PLACEHOLDER):
-            return f"{reached}, and it hands on exactly 0{self._zeros_among(node, operation)}."
+            coefficient = self._zero_coefficient(node, child)
+            of = f": {coefficient}= is 0" if coefficient else self._zeros_among(node, operation)
+            return f"{reached}, and it hands on exactly 0{of}."
         if kind_of(node) == "Embedding":
             return f"{reached}, and it hands on exactly 0{_padded(node)}."
         extents = [self.record.extent(value) for value in operation.inputs]
@@ -337,6 +355,10 @@ def stopped_by_hook(name: str, largest: float) -> SilentParameter:
     evidence = f"A hook on the parameter makes zeros of its gradient, of up to {largest:.2g}."
     module = name.rpartition(".")[0]
     return SilentParameter(name, module, Reason.HOOK, operator="hook", evidence=evidence)
+
+
+def _is_number_zero(number: object) -> bool:
+    return isinstance(number, (int, float)) and number == 0
 
 
 def _padded(node: Node) -> str:

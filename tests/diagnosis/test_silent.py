@@ -74,6 +74,36 @@ def test_operators_without_a_derivative_are_told_as_such(
     assert f"torch.{'special.' * (name == 'zeta')}{name}(" in found.line and "use" in found.advice
 
 
+SUMS: dict[str, Callable[..., torch.Tensor]] = {
+    "alpha of add": lambda h, side: torch.add(h, side, alpha=0),
+    "alpha of sub": lambda h, side: torch.sub(h, side, alpha=0.0),
+    "alpha of add_": lambda h, side: h.clone().add_(side, alpha=0),
+    "alpha of index_add": lambda h, side: h.index_add(0, torch.arange(5), side, alpha=0),
+    "alpha of addmm": lambda h, side: torch.addmm(h, side, torch.eye(6), alpha=0),
+    "beta of addmm": lambda h, side: torch.addmm(side, h, torch.eye(6), beta=0),
+    "value of addcmul": lambda h, side: torch.addcmul(h, side, torch.ones(6), value=0),
+    "value of addcdiv": lambda h, side: torch.addcdiv(h, side, torch.ones(6), value=0),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_coefficient_of_zero_is_a_factor(name: str) -> None:
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = torch.nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(SUMS[name](self.enc(x), self.side(x)))
+
+    model, (x, y) = Mixed(), data()
+    with gt.watch(model) as watch:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    (found,) = watch.diagnose(loss).findings
+    assert found.title.endswith("side.weight, side.bias (multiplied by zero)"), found
+    assert found.severity == "error" and f"{name.split()[0]}= is 0" in found.evidence
+
+
 def test_the_record_changes_nothing() -> None:
     """Gradients, buffers and random numbers are those of an unwatched step."""
     results = []
