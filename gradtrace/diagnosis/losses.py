@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, plain
 from gradtrace.diagnosis.result import Finding
 
@@ -69,7 +71,8 @@ SCORES = {
 """What to do where a loss of log-probabilities gets numbers above 0, which are none."""
 
 DIFFERENCES = frozenset(
-    ("sub", "subtract", "__sub__", "__rsub__", "mse_loss", "l1_loss", "smooth_l1_loss")
+    ("sub", "subtract", "rsub", "__sub__", "__rsub__", "sub_", "subtract_", "__isub__", "dist")
+    + ("mse_loss", "l1_loss", "smooth_l1_loss", "pairwise_distance")
     + ("huber_loss", "poisson_nll_loss", "gaussian_nll_loss", "hinge_embedding_loss")
 )
 """Functions of an output and a target that broadcast."""
@@ -141,30 +144,51 @@ def _maker(record: ForwardRecord, value: int) -> Operation | None:
 
 
 def _broadcast(record: ForwardRecord, operation: Operation) -> Iterator[Finding]:
-    """Of an output (n, 1) and targets (n,), whose difference is (n, n): all pairs."""
+    """Of an output (n, 1) and targets (n,), whose difference is (n, n): all pairs; and of images
+    (n, 1, h, w) and (n, h, w). Where a dimension was just put in, as ``x[:, None]`` does, all pairs
+    are meant.
+    """
     pair = operation.inputs[:2]
-    shapes = [shape for value in pair if (shape := _shape(record, value))]
+    shapes = {value: shape for value in pair if (shape := _shape(record, value))}
     given = [_requires_grad(record, value) for value in pair]
     if len(shapes) < 2 or sum(given) != 1:
         return
-    column, row = sorted(shapes, key=len, reverse=True)
-    if not (len(row) == 1 and column == (row[0], 1) and row[0] > 1):
+    longer, shorter = sorted(shapes, key=lambda value: len(shapes[value]), reverse=True)
+    column, row = shapes[longer], shapes[shorter]
+    if not _is_squeezed(row, column) or (len(row) > 1 and _is_widened(record, longer)):
         return
     around = operation.module + "."
     for later in record.uses(record.below(operation.outputs)):
         if later.module and not around.startswith(later.module + "."):
             return  # it goes on into another module: no loss yet
-    n = row[0]
+    n, whole = row[0], tuple(torch.broadcast_shapes(row, column))
+    at = -1 if len(row) == 1 else column.index(1)
     yield Finding(
         "loss",
         "warning",
-        f"output and target have shapes ({n}, 1) and ({n},), which broadcast to ({n}, {n})",
+        f"output and target have shapes {column} and {row}, which broadcast to {whole}",
         operation.module,
         line=str(operation.where.line or ""),
         evidence=f"{plain(operation.name)}() pairs each of {n} outputs with the targets of "
         "all samples, so that the best that the model can learn is their mean.",
-        advice="give both the same shape: output.squeeze(-1), or target.unsqueeze(-1).",
+        advice=f"give both the same shape: output.squeeze({at}), or target.unsqueeze({at}).",
     )
+
+
+def _is_squeezed(row: tuple[int, ...], column: tuple[int, ...]) -> bool:
+    """Whether a shape is the other one without a dimension of size 1, and they broadcast to more
+    than that.
+    """
+    places = range(len(column)) if len(column) == len(row) + 1 else ()
+    same = any(column[k] == 1 and column[:k] + column[k + 1 :] == row for k in places)
+    aligned = zip(reversed(row), reversed(column))
+    fits = all(a == b or 1 in (a, b) for a, b in aligned)
+    return same and fits and any(a > b for a, b in zip(reversed(row), reversed(column)))
+
+
+def _is_widened(record: ForwardRecord, value: int) -> bool:
+    maker = record.maker(value)
+    return maker is not None and maker.name in ("unsqueeze", "__getitem__")
 
 
 def _shape(record: ForwardRecord, value: int) -> tuple[int, ...]:

@@ -142,6 +142,13 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     ),
     "broadcast rewards": (lambda z, y: -(z.log_softmax(-1)[:, :1] * y).mean(), "warning"),
     "broadcast": (lambda z, y: (z[:, :1] - y.float()).square().mean(), "warning"),
+    "broadcast distance": (lambda z, y: torch.dist(z[:, :1], y.float()), "warning"),
+    "broadcast images": (
+        lambda z, y: (z.reshape(-1, 3, 1).mT - torch.ones(len(y), 3)).square().mean(),
+        "warning",
+    ),
+    "pairs of rows": (lambda z, y: (z[:, None] - torch.ones(len(y), 3)).square().mean(), ""),
+    "one channel": (lambda z, y: F.mse_loss(z[:, None], torch.ones(len(y), 1, 3)), ""),
     "logits": (lambda z, y: F.cross_entropy(z, z.detach().softmax(-1)), ""),
     "log_softmax": (lambda z, y: F.nll_loss(z.log_softmax(-1), y), ""),
     "log of a softmax": (lambda z, y: F.nll_loss(z.softmax(-1).log(), y), ""),
