@@ -19,6 +19,7 @@ from gradtrace.diagnosis import (
     failures,
     losses,
     nonfinite,
+    samples,
     silent,
     training_step,
     zeros,
@@ -78,7 +79,7 @@ class Diagnoser:
         bad = self._bad_value()
         missing = list(self._silent())
         found = [*self._failure(), *_grouped(missing, bad), *self._unregistered()]
-        found += self._step()
+        found += self._step({each.line for each in missing})
         if bad is None and isinstance(self.loss, Tensor) and self._sizes.leaves:
             found += self._unbalanced(self.loss, missing)
         if bad is not None:
@@ -107,12 +108,17 @@ class Diagnoser:
         optimiser = bool(self.subject.optimizers)
         self.remarks.append(training_step.scope_remark(parameters, optimiser, left_out))
 
-    def _step(self) -> Iterator[Finding]:
-        """What else keeps it from learning: the optimiser, what is left over, a wrong loss."""
+    def _step(self, told: set[str]) -> Iterator[Finding]:
+        """What else keeps it from learning: the optimiser, what is left over, a wrong loss. Of
+        samples at the lines that were ``told`` nothing is said.
+        """
         subject, parameters = self.subject, list(self._parameters())
         yield from training_step.optimiser_findings(subject.optimizers, parameters)
         if subject.record is not None and isinstance(self.loss, Tensor):
             yield from losses.loss_findings(subject.record, self._roots)
+            trained = {p for p, each in parameters if each.requires_grad}
+            named = {v: name for v, name in self._value_names.items() if name in trained}
+            yield from samples.sample_findings(subject.record, self._roots, named, told)
         gradients = {key: gradient for key, (_, gradient) in self._sizes.leaves.items()}
         yield from balance.symmetry_findings(parameters, gradients)
         yield from training_step.left_over(parameters, gradients)

@@ -24,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.pass_scope import PausedMode, own_work_runs
+from gradtrace.diagnosis.read_numbers import ReadNumbers
 from gradtrace.diagnosis.source_lines import (
     Place,
     SourceLine,
@@ -372,7 +373,7 @@ class ForwardRecorder(PausedMode):
         self._module = module
         self._off_line: SourceLine | None = None
         self._off_by = ""
-        self._read: dict[float, int] = {}  # the values of numbers that ``item()`` has read
+        self._read = ReadNumbers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of PyTorch, and record it if it takes or makes values."""
@@ -406,8 +407,9 @@ class ForwardRecorder(PausedMode):
             written = not _in_flight(func, out)
             moves = name in _MOVES and type(func) is MethodDescriptorType
             self._write(name, numbers, given, needs, fresh, changed, start, written, moves)
-            if isinstance(out, float) and out not in _COMMON:
-                self._read[out] = self.record.count
+            if isinstance(out, float):
+                line = self.record.operations[-1].where.line
+                self._read.add(out, self.record.count, "" if line is None else str(line[:2]))
         return out
 
     def _turned_off(self, frame: FrameType) -> None:
@@ -486,7 +488,8 @@ class ForwardRecorder(PausedMode):
                 inputs.update(dict.fromkeys(values))
                 self._note_function(tensor, values)
         if numbers and self._read:
-            inputs.update({self._read[number]: None for number in numbers if number in self._read})
+            for number in numbers:
+                inputs.update(dict.fromkeys(self._read.values(number)))
         return tuple(inputs)
 
     def _note_function(self, tensor: Tensor, values: Iterable[int]) -> None:
@@ -589,9 +592,6 @@ _MOVES = frozenset(
     + ("unflatten", "movedim", "swapaxes", "t", "clone")
 )
 """Methods whose result has the elements of the tensor, if it is of its dtype."""
-
-_COMMON = frozenset((0.0, 1.0, -1.0, 0.5, 2.0))
-"""Numbers that are equal to one that was read by chance."""
 
 _GETTERS = frozenset((".data", ".real", ".imag", ".T", ".mT", ".H", ".mH"))
 _QUIET = frozenset(
