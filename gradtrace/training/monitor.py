@@ -38,9 +38,9 @@ from gradtrace.training.overhead_budget import Budget
 from gradtrace.training.rerun import LossOf
 from gradtrace.training.run_report import ViewCache
 from gradtrace.training.sampled_watch import SampledWatch
-from gradtrace.training.schedule import Schedule, StepTimes
+from gradtrace.training.schedule import Schedule, StepClock, StepTimes
 from gradtrace.training.step_tracer import Scaler, StepTracer, diagnosed, warn_of_silent
-from gradtrace.training.triggers import NO_BATCH, Trigger, Triggers
+from gradtrace.training.triggers import NO_BATCH, Trigger
 from gradtrace.types import RULES
 
 File: TypeAlias = "str | os.PathLike[str] | None"
@@ -187,10 +187,8 @@ class Monitor:
         self._views = ViewCache(self._gathering.writer.path if self._gathering else None, view)
         self._open_explicitly = getattr(model, "_compiled_call_impl", None) is not None
         self._times = StepTimes(self._gathering.writer.times if self._gathering else None)
-        # Steps and when they began, the last few; None: counted at once, as other processes listen.
-        self._began: list[tuple[int | None, float]] = []
-        self._uncounted = self._began if self._exchange.world == 1 else None
-        self._most = min(tuning.COUNTED_TOGETHER, tuning.FLUSH_STEPS)
+        most = min(tuning.COUNTED_TOGETHER, tuning.FLUSH_STEPS) if self._exchange.world == 1 else 0
+        self._clock = StepClock(self._budget, self._times, self._schedule, most)
         note = partial(_note, self._gathering, self._schedule, self._exchange)
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
         told = self._sampled if self._triggers is None else self._triggers.keeper
@@ -260,40 +258,34 @@ class Monitor:
         if triggers is not None and triggers.plain and scale == 1 and not sampled.idle:
             at = schedule.at
             if triggers.fine(loss, schedule.base + at, rerun, batch):
-                self._began.append((schedule.last, now))
+                self._clock.began.append((schedule.last, now))
                 schedule.last, schedule.at = at, at + 1
                 return None
         took = record = None
         if not (self._open and self._here) and not self._usable():
             return None
         if schedule.micro == 0 and schedule.at != schedule.last:
-            if self._uncounted is None or sampled.wanted or sampled.idle:
-                took = self._tick(now)
+            if self._clock.room <= 0 or sampled.wanted or sampled.idle:
+                took = self._clock.tick(now, clean=not sampled.idle)
+                sampled.idle = False
             else:
-                self._uncounted.append((schedule.last, now))
+                self._clock.began.append((schedule.last, now))
             schedule.last = schedule.at
         if sampled.wanted:
             record = self._traced(loss, scale, terms, now, took)
         if triggers is not None:
             took_long = triggers.look(loss, scale, schedule, rerun, batch)
             if took_long:
-                self._count()
+                self._clock.count()
                 self._budget.spend(took_long)
-        if schedule.advance() or self._uncounted is None or len(self._uncounted) >= self._most:
-            self._count()
+        if schedule.advance() or self._clock.room <= 0:
+            self._clock.count()
             self._decide_next()
         else:
             sampled.wanted = False
-        if triggers is not None:
-            self._grant(triggers)
+        if triggers is not None and not sampled.wanted:
+            triggers.grant(min(self._clock.room - 1, schedule.idle))
         return record
-
-    def _grant(self, triggers: Triggers) -> None:
-        """Let triggers alone look at the next steps, where nothing else is to be done in them."""
-        most, schedule = 0, self._schedule
-        if schedule.accumulate == 1 and self._uncounted is not None and not self._sampled.wanted:
-            most = min(self._most - 1 - len(self._uncounted), schedule.idle)
-        triggers.grant(most)
 
     @property
     def due(self) -> bool:
@@ -312,24 +304,6 @@ class Monitor:
         if not self._open:
             raise GradtraceError("this Monitor is closed; make another one to go on")
         return self._here
-
-    def _tick(self, now: float) -> float | None:
-        """Record how long the previous step took; ``now`` is when this one began."""
-        self._count()
-        took = self._budget.tick(now, clean=not self._sampled.idle)
-        self._sampled.idle = False
-        if self._schedule.last is not None:
-            self._times.add(self._schedule.base + self._schedule.last, took)
-        return took
-
-    def _count(self) -> None:
-        """Record how long the steps took of which only the beginning was noted."""
-        if self._uncounted:
-            for last, now in self._uncounted:
-                took = self._budget.tick(now)
-                if last is not None:
-                    self._times.add(self._schedule.base + last, took)
-            self._uncounted.clear()
 
     def _decide_next(self) -> None:
         """Decide whether the next backward pass is to be traced."""
@@ -400,7 +374,7 @@ class Monitor:
     @property
     def cost(self) -> Cost:
         """The cost of monitoring so far."""
-        self._count()
+        self._clock.count()
         return Cost(self._schedule.traces, self._budget.spent, self._budget.used)
 
     @property
@@ -416,7 +390,7 @@ class Monitor:
         if self._gathering is None:
             raise GradtraceError("the first process (rank 0) has the history of this run")
         if self._open:
-            self._count()
+            self._clock.count()
             self._times.flush()
             self._schedule.note_skipped(self._gathering)
         return self._gathering.read()
@@ -464,7 +438,7 @@ class Monitor:
             self._exchange.send(self._schedule.message("end"))
             self._exchange.close(gathering.GRACE_SECONDS)
             return
-        self._count()
+        self._clock.count()
         self._times.flush()
         self._schedule.note_skipped(self._gathering)
         page = partial(run_report.report_at_end, self._gathering.read, self._views, self._page)

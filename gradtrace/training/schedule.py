@@ -43,6 +43,38 @@ class StepTimes:
         self._seconds = []
 
 
+class StepClock:
+    """Records how long steps took: of many at a time, of which only the beginning was noted, or
+    (``most`` is 0) of each at once, as where other processes listen.
+    """
+
+    def __init__(self, budget: Budget, times: StepTimes, schedule: Schedule, most: int) -> None:
+        self.began: list[tuple[int | None, float]] = []  # the step before, and when one began
+        self._budget, self._times, self._schedule, self._most = budget, times, schedule, most
+
+    @property
+    def room(self) -> int:
+        """How many more steps are only noted."""
+        return self._most - len(self.began)
+
+    def tick(self, now: float, clean: bool) -> float | None:
+        """Record how long the previous step took; ``now`` is when this one began."""
+        self.count()
+        return self._add(self._schedule.last, self._budget.tick(now, clean))
+
+    def count(self) -> None:
+        """Record how long the steps took of which only the beginning was noted."""
+        if self.began:
+            for last, now in self.began:
+                self._add(last, self._budget.tick(now))
+            self.began.clear()
+
+    def _add(self, last: int | None, took: float | None) -> float | None:
+        if last is not None:
+            self._times.add(self._schedule.base + last, took)
+        return took
+
+
 class Schedule:
     """Counts steps from 0, and traces one in ``every``, or the first after it that is affordable.
 
@@ -86,8 +118,8 @@ class Schedule:
 
     @property
     def idle(self) -> int:
-        """After how many steps, which are surely not traced, ``advance`` may return True."""
-        return self.due - self._lead - 1 - self.at
+        """How many steps of one backward pass each are surely not traced; 0 if they have more."""
+        return self.due - self._lead - 1 - self.at if self.accumulate == 1 else 0
 
     def decide(self) -> bool:
         """Whether the current backward pass is to be traced."""
