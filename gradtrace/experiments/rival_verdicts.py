@@ -25,19 +25,7 @@ from gradtrace.experiments.harness.statistics import (
     steady,
     with_interval,
 )
-from gradtrace.experiments.planted_scores import BASELINES
-
-MEASURES = (
-    "greedy",
-    "greedy, weighted",
-    "edge",
-    "edge, weighted",
-    "viterbi",
-    "viterbi, weighted",
-    "decomposition",
-    "decomposition, size",
-)
-"""Influence by three rules, of paths and weighted by gradient; the gradient through a component."""
+from gradtrace.experiments.planted_scores import BASELINES, MEASURES
 
 TAYLOR = "Taylor, signed"
 """The baseline that measures are compared with, chosen before the run."""

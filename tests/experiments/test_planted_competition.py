@@ -14,10 +14,10 @@ import torch
 import gradtrace as gt
 from gradtrace.experiments import planted_competition, rival_verdicts
 from gradtrace.experiments.harness.findings import Cell, Row
-from gradtrace.experiments.planted_scores import BASELINES
+from gradtrace.experiments.planted_scores import BASELINES, MEASURES
 from gradtrace.experiments.question_tasks import FAMILIES, draw_tasks
 from gradtrace.experiments.rival_networks import CONTESTS, LONGEST, RivalNetwork, build_rivals
-from gradtrace.experiments.rival_verdicts import CEILING, MEASURES, TAYLOR, Contests, Trial
+from gradtrace.experiments.rival_verdicts import CEILING, TAYLOR, Contests, Trial
 
 SMALL = planted_competition.QUICK | {
     "families": ["recall"],
