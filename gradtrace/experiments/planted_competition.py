@@ -33,7 +33,8 @@ ceiling.
 
 Seeds: one for each task, contest and repetition: weights, what is planted where, batches and
 samples; by default 5. The first run had 2 seeds, no mass, and a budget of 200 steps in place of the
-300 that were planned; this one has all, and was planned when the first was known.
+300 that were planned; this one has all, was planned when the first was known, and has the networks
+of its two seeds among its own.
 
 Limits: Networks are small, tasks are drawn from six families of our own, and two of the four
 contests plant the answer. Here ``edge`` and ``greedy`` are the

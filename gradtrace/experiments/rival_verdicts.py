@@ -21,6 +21,7 @@ from gradtrace.experiments.harness.statistics import (
     Floats,
     Interval,
     average,
+    out_of,
     percentiles,
     steady,
     with_interval,
@@ -359,7 +360,8 @@ def _sentence(found: Contests, said: Mapping[tuple[str, str], Verdict]) -> str:
     reached = sum(trial.row.result["reached"] is not None for trial in found.trials)
     about = (
         f"{len(found.trials)} networks of three rivals, {len(found.tasks)} tasks, "
-        f"{len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}; {reached} reached the target."
+        f"{len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}; "
+        f"{out_of(reached, len(found.trials))} reached the target."
     )
     parts = []
     for end, title in ENDPOINTS.items():
@@ -521,12 +523,12 @@ def _limits(found: Contests) -> Table:
 
 
 LIMITS = (
-    "Limits: networks are tiny and words short; a seed or two of a task say little of how seeds "
-    "differ, and most of what intervals hold is how tasks do. Tasks are drawn from six families "
-    "and speak for these. Mean ablation takes away what a component adds for one word and not for "
-    "another; what it adds for all is not counted. A frozen component has no gradient of its own, "
-    "so the gradient norm finds the planted one there for nothing. Integrated gradients see an "
-    "eighth of the samples, as they cost eight times as much."
+    "Limits: networks are tiny and words short, and most of what intervals hold is how tasks "
+    "differ. Tasks are drawn from six families and speak for these. Mean ablation takes away what "
+    "a component adds for one word and not for another; what it adds for all is not counted. A "
+    "frozen component has no gradient of its own, so the gradient norm finds the planted one there "
+    "for nothing. Integrated gradients see an eighth of the samples, mass a quarter, as they cost "
+    "more."
 )
 
 
