@@ -14,8 +14,7 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.ir import interpreter, memory
 from gradtrace.ir.passes.leaf_rows import keep_rows
-from gradtrace.ir.program import Leaf, ProgramFacts
-from gradtrace.ir.structure import structure_of
+from gradtrace.ir.program import Leaf, ProgramFacts, structure_of
 from gradtrace.linops import Contract
 from gradtrace.semirings import SUM
 from gradtrace.trace import Trace

@@ -24,8 +24,7 @@ import gradtrace as gt
 from gradtrace.autodiff import hooks
 from gradtrace.autodiff.pass_scope import collector_off, own_work_runs
 from gradtrace.errors import FreedGraph, GradtraceError, NonFinite
-from gradtrace.ir.program import Program
-from gradtrace.ir.structure import structure_of
+from gradtrace.ir.program import Program, structure_of
 from gradtrace.linops import Map
 from gradtrace.recording import gradients, node_rules, replay
 from gradtrace.recording.kept_recordings import RECORDINGS, RecordingCache

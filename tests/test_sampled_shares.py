@@ -27,8 +27,7 @@ from gradtrace.trace import Trace
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.followed import follow_elements
 from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.moments import Moments
-from gradtrace.tracing.sampling import Drawn, drawn_variances, seed_of, unit_of
+from gradtrace.tracing.moments import Drawn, Moments, drawn_variances, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
 from gradtrace.training import tuning
 from gradtrace.training.step_tracer import StepTracer

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.autodiff.names import ModuleCall, NameTable
-from gradtrace.autodiff.threads import off_thread_calls
+from gradtrace.autodiff.names import ModuleCall, NameTable, off_thread_calls
 
 
 @pytest.fixture(autouse=True)

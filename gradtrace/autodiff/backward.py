@@ -11,10 +11,9 @@ from torch import Tensor
 
 from gradtrace.autodiff import hooks, nodes
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import ModuleCall, NameTable
+from gradtrace.autodiff.names import ModuleCall, NameTable, off_thread_calls, unit_around
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, Edges, Grads, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
-from gradtrace.autodiff.threads import off_thread_calls, unit_around
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import NotScalar, Unsupported
 from gradtrace.pytorch.fsdp import POST_BACKWARD, Residency, resident

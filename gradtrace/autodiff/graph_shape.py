@@ -60,7 +60,7 @@ class GraphShape(NamedTuple):
         numbers = [node._sequence_nr() for node in made]
         if numbers[0] < clear_since:
             raise Mismatch("hooks may stand on its operators")
-        # In the same order as before no two nodes clash (``autodiff.threads``): all are of the
+        # In the same order as before no two nodes clash (``autodiff.names``): all are of the
         # watch's thread.
         if not all(map(lt, numbers, numbers[1:])):
             raise Mismatch("operators were made in another order, or on several threads")

@@ -36,8 +36,7 @@ from gradtrace.tracing.counting import Leaves, selected, taking_part
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.coverage import measured as coverage_of_sample
 from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.moments import loss_count
-from gradtrace.tracing.sampling import seed_of
+from gradtrace.tracing.moments import loss_count, seed_of
 from gradtrace.tracing.traced_program import indices
 from gradtrace.watch import watch
 

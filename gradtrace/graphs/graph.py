@@ -13,9 +13,8 @@ from torch import Tensor
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.hooks import HookWatch
-from gradtrace.autodiff.names import NameTable, unknown
+from gradtrace.autodiff.names import NameTable, off_thread_calls, unknown
 from gradtrace.autodiff.nodes import ACCUMULATE, Node
-from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import UnknownName, Unsupported
 from gradtrace.graphs.operators import Edge, Operator

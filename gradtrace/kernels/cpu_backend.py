@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from gradtrace.kernels import cpu_contraction, cpu_sizes, pointers, tuning
+from gradtrace.kernels import cpu_contraction, cpu_library, pointers, tuning
 from gradtrace.kernels.cpu_contraction import Algorithm
 from gradtrace.kernels.cpu_library import checked, threads_for
 from gradtrace.kernels.operands import (
@@ -280,13 +280,13 @@ class Cpu(Reference):
         return torch.stack(each), torch.stack(totals)
 
     def measure_rows(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return cpu_sizes.rows(self.library, gradient) or super().measure_rows(gradient)
+        return cpu_library.rows(self.library, gradient) or super().measure_rows(gradient)
 
     def sizes(self, x: Tensor) -> Tensor | None:
-        return cpu_sizes.sizes(self.library, x)
+        return cpu_library.sizes(self.library, x)
 
     def zeros(self, x: Tensor) -> Tensor:
-        found = cpu_sizes.zeros(self.library, x)
+        found = cpu_library.zeros(self.library, x)
         return super().zeros(x) if found is None else found
 
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
@@ -362,6 +362,6 @@ class CpuBatchedTally:
 
     def counted(self) -> tuple[Tensor, Tensor]:
         """Measure all added leaves, and release them: counts and sums."""
-        found = cpu_sizes.magnitudes(self.library, np.array(self._items, np.int64).reshape(-1, 3))
+        found = cpu_library.magnitudes(self.library, np.array(self._items, np.int64).reshape(-1, 3))
         self._held, self._items = [], []
         return found

@@ -20,10 +20,9 @@ from torch import Tensor
 from gradtrace.autodiff import hooks, nodes
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.labels import labels_of
-from gradtrace.autodiff.names import NO_MODULE, ModuleCall, NameTable, placed
+from gradtrace.autodiff.names import NO_MODULE, ModuleCall, NameTable, off_thread_calls, placed
 from gradtrace.autodiff.nodes import ACCUMULATE, FACTS, VIEWS, Edges, Node, Outputs, learn
 from gradtrace.autodiff.pass_scope import one_pass
-from gradtrace.autodiff.threads import off_thread_calls
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.program import HOOKS, Block, Constants, Leaf, MapTable, Program, Step

@@ -13,9 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradtrace.autodiff.names import NameTable
+from gradtrace.autodiff.names import NameTable, unit_around
 from gradtrace.autodiff.nodes import ACCUMULATE, Edges, Node, edges_of
-from gradtrace.autodiff.threads import unit_around
 from gradtrace.errors import Unsupported
 from gradtrace.ir.lazy_gradient import LazyPart
 from gradtrace.ir.program import Block

@@ -38,10 +38,10 @@ from gradtrace.tracing.followed import FollowedPaths, follow_paths
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.leaf_rows import checked_rows, estimated, rows_kept
+from gradtrace.tracing.moments import Drawn, seed_of, unit_of
 from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.provenance import ProvenanceTable
-from gradtrace.tracing.sampling import Drawn, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
 from gradtrace.tracing.traced_program import TracedProgram, indices
 from gradtrace.tracing.traced_value import TracedValue, thinned

@@ -2,7 +2,7 @@
 
 A training loop computes the same operators in every step. What passes find out of a program's
 structure (its components, the bounds of provenance, the plan) is therefore kept, and found again by
-``ir.structure.Structure``, which is compared whole: a plan is used for a loss only if recording it
+``ir.program.Structure``, which is compared whole: a plan is used for a loss only if recording it
 gave the very same steps. Recordings are kept too (``recording.replay``): a loss whose recording was
 replayed has the structure of the earlier one by that. Neither holds tensors.
 """
@@ -33,8 +33,7 @@ from gradtrace.ir.passes.provenance import NO_COMPONENTS, ProvenanceBounds, anal
 from gradtrace.ir.passes.schedule import Request
 from gradtrace.ir.passes.uniform_leaves import uniform_leaves
 from gradtrace.ir.plan import Plan, Storage
-from gradtrace.ir.program import Program, ProgramFacts
-from gradtrace.ir.structure import Structure, difference, structure_of
+from gradtrace.ir.program import Program, ProgramFacts, Structure, difference, structure_of
 from gradtrace.ir.tape import Tapes
 from gradtrace.kernels import tuning
 from gradtrace.kernels.path_table import PathTable

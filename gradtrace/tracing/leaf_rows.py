@@ -35,9 +35,8 @@ from gradtrace.tracing.aggregate import (
 )
 from gradtrace.tracing.influence import NONFINITE, Influence, Row
 from gradtrace.tracing.kept_plans import ComponentFacts
-from gradtrace.tracing.moments import Moments
+from gradtrace.tracing.moments import NOTHING_DRAWN, Moments, seed_of, variances
 from gradtrace.tracing.provenance import words_of
-from gradtrace.tracing.sampling import NOTHING_DRAWN, seed_of, variances
 from gradtrace.tracing.tally import LeafCounts
 from gradtrace.tracing.traced_program import TracedProgram
 

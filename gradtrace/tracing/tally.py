@@ -23,8 +23,7 @@ from gradtrace.tracing.aggregate import Counts, LeafSums, grouped, own_elements
 from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Weight
 from gradtrace.tracing.kept_plans import ComponentFacts
-from gradtrace.tracing.moments import KnownVariance
-from gradtrace.tracing.sampling import NOTHING_DRAWN, Drawn, drawn_variances
+from gradtrace.tracing.moments import NOTHING_DRAWN, Drawn, KnownVariance, drawn_variances
 from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
 
 SAMPLED_MAX_COUNTS = 1 << 22

@@ -30,7 +30,7 @@ from gradtrace.runs.history import History, StepIncident, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
 from gradtrace.trace import Trace
-from gradtrace.tracing.sampling import seed_of
+from gradtrace.tracing.moments import seed_of
 from gradtrace.training import gathering, run_report, tuning
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Curves, Loggers
