@@ -143,6 +143,63 @@ def test_a_changed_model_is_refused(tmp_path: Path, what: str, finished: bool) -
     assert gt.influence(net(), loss, data(), checkpoint=file).pairs == 20
 
 
+@dataclass
+class Config:
+    scale: float = 1.0
+
+
+class Configured(nn.Module):
+    """Settings of many kinds, and what changes in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.table, self.record, self._hidden = {"scale": [1.0, 2.0]}, Config(), 1.0
+        self.bias, self.steps = torch.zeros(2), (1, 2)
+        self.kept: list[Tensor] = []
+        self.cache, self._count, self.state = dict[int, Tensor](), 0, Namespace(last=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._count += 1
+        self.cache[self._count] = x
+        self.state.last = self._count
+        return self.layer(x) * self.table["scale"][0] * self.record.scale * self._hidden + self.bias
+
+    def keep(self, x: Tensor) -> None:
+        self.kept.append(x)
+
+
+SETTINGS: dict[str, Callable[[Any], object]] = {
+    "a dict": lambda model: model.table["scale"].append(3.0),
+    "a dataclass": lambda model: setattr(model.record, "scale", 2.0),
+    "a private number": lambda model: setattr(model, "_hidden", 2.0),
+    "a tensor": lambda model: model.bias.add_(1),
+    "a tuple": lambda model: setattr(model, "steps", (1, 3)),
+    "a hook": lambda model: model.layer.register_forward_hook(lambda m, x, out: 2 * out),
+    "a hook before": lambda model: model.register_forward_pre_hook(lambda m, x: (2 * x[0],)),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_in_attributes_and_hooks_count(what: str) -> None:
+    torch.manual_seed(0)
+    model = Configured()
+    before = identity(model, loss)[0].modules
+    model(torch.ones(1, 2))
+    model.keep(torch.ones(2))
+    assert identity(model, loss)[0].modules == before  # what a model changes in use is no setting
+    SETTINGS[what](model)
+    assert identity(model, loss)[0].modules != before
+
+
+def test_autocast_around_the_call_counts() -> None:
+    before = identity(net(), loss)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        now = identity(net(), loss)[0]
+    (told,) = before.differences(now, [])
+    assert "torch.autocast" in told
+
+
 def test_a_model_without_shapes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match=r"0\.weight has no shape yet: call the model once"):
         gt.influence(nn.Sequential(nn.LazyLinear(3)), loss, data(), checkpoint=tmp_path / "c")

@@ -9,15 +9,13 @@ identified by its name. Lists and dicts count unless the code that refers to the
 
 from __future__ import annotations
 
-import dis
 import functools
 import platform
 import sys
-import sysconfig
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -34,6 +32,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gradtrace.distributed import digests, tuning
+from gradtrace.distributed.code_facts import (
+    all_code,
+    assigned,
+    changes_containers,
+    constructed,
+    filled,
+    filled_by,
+    installed,
+    operands,
+)
 from gradtrace.pytorch.wrapped_modules import (
     join,
     named_modules,
@@ -42,17 +50,12 @@ from gradtrace.pytorch.wrapped_modules import (
     user_class,
 )
 
-CONSTRUCTORS = ("__init__", "__post_init__", "__new__", "__setstate__")
-"""Methods that construct an object: attributes that other methods assign change during use."""
-
-MUTATORS = frozenset(
-    {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
-    | {"popleft", "remove", "reverse", "setdefault", "sort", "subtract", "update", "write"}
-)
-"""Methods that change a container."""
-
 SIMPLE = (*digests.PRIMITIVES, torch.dtype, torch.device, torch.Size, range, slice)
 """Types of which a value is its text."""
+
+FUNCTIONS = (FunctionType, MethodType, functools.partial)
+DATA = (list, dict, set, tuple, frozenset, Tensor, np.ndarray)
+"""Types of attributes that count whoever defined their class."""
 
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -92,7 +95,7 @@ class RunIdentity:
 CHANGES = {
     "tensors": "the model's parameters and buffers (names, shapes, dtypes)",
     "modules": "the code or the settings of the model's modules",
-    "mode": "the mode of modules (model.train() and model.eval())",
+    "mode": "the mode of modules (model.train() and model.eval()) or torch.autocast around it",
     "loss": "the loss function (its code, or constants that it uses)",
 }
 """What has changed if a field of two identities differs."""
@@ -123,9 +126,18 @@ def identity(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[RunIdentity
         ),
         values="".join(each[:8] for each in tensor_digests(tensors).values()),
         modules=modules.digest(),
-        mode=digests.digest(*((name, module.training) for name, module in named_modules(model))),
+        mode=digests.digest(
+            _autocast(model), *((name, module.training) for name, module in named_modules(model))
+        ),
         loss=loss.digest(),
     ), list(tensors)
+
+
+def _autocast(model: nn.Module) -> list[str]:
+    """The dtypes of ``torch.autocast`` around the call, on the devices of a model."""
+    kinds = sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())})
+    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]
+    return [f"{x} {torch.get_autocast_dtype(x)}" for x in on if torch.is_autocast_enabled(x)]
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -162,7 +174,9 @@ class CodeWalk:
     def __init__(self, model: nn.Module) -> None:
         self._into = digests.new()
         self._seen: dict[int, Any] = {id(model): model}  # its weights are digested separately
-        self._assigned: Callable[[type], set[str]] = functools.cache(_assigned)
+        self._facts = functools.cache(lambda x: (assigned(x), constructed(x), filled(x)))
+        kinds = {user_class(module) for module in model.modules()}
+        self._filled = set[str]().union(*map(filled, kinds))  # by any module or function
 
     def digest(self) -> str:
         """The digest of everything added."""
@@ -197,7 +211,7 @@ class CodeWalk:
 
     def _container(self, value: Any, user: CodeType | None) -> None:
         self.add_text(type(value).__name__)
-        if isinstance(value, (list, dict, set)) and user is not None and _changes(user):
+        if isinstance(value, (list, dict, set)) and user is not None and changes_containers(user):
             return
         if len(value) > tuning.MAX_CONTAINER_ITEMS:
             self.add_text(len(value))
@@ -228,7 +242,7 @@ class CodeWalk:
             self._model(value)
         else:
             self._kind(type(value))
-            if not installed(type(value)) or isinstance(value, (Namespace, SimpleNamespace)):
+            if _holds_settings(value):
                 self._settings(value, frozenset())
 
     def _model(self, module: nn.Module) -> None:
@@ -240,19 +254,27 @@ class CodeWalk:
             self.module(each)
 
     def module(self, module: nn.Module) -> None:
-        """Add the class and the settings of a module, without its children."""
+        """Add the class, the settings and the hooks of a module, without its children."""
         self._kind(user_class(module))
         self._settings(module, MODULE_ATTRIBUTES)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self.value(hook, None)
 
     def _settings(self, item: Any, without: frozenset[str]) -> None:
-        """Add the simple attributes of an object that only its constructor assigns."""
-        changed = self._assigned(type(item))
+        """Add the attributes of an object that only its constructor assigns: simple ones and
+        functions; and, unless something fills them later, containers, tensors and objects of the
+        user's. Of private ones those count that code of the user's makes.
+        """
+        changed, own, contents = self._facts(type(item))
+        contents = contents | self._filled
         for name, value in sorted(digests.attributes(item).items()):
-            if name in without or name in changed or name.startswith("_"):
+            if name in without or name in changed or (name.startswith("_") and name not in own):
                 continue
             if isinstance(value, SIMPLE):
                 self.add_text(name, value)
-            elif isinstance(value, (FunctionType, MethodType, functools.partial)):
+            elif isinstance(value, FUNCTIONS) or (
+                name not in contents and (isinstance(value, DATA) or _holds_settings(value))
+            ):
                 self.add_text(name)
                 self.value(value, None)
 
@@ -276,8 +298,9 @@ class CodeWalk:
     def _function(self, function: FunctionType) -> None:
         code = function.__code__
         own = not installed(function)
-        assigned = _operands(code, "STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL")  # counters
+        assigned = operands(code, "STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL")  # counters
         if own:
+            self._filled |= filled_by(function)
             self._bytecode(code)
         else:
             self.add_text(function.__module__, digests.named(function))
@@ -289,7 +312,7 @@ class CodeWalk:
                 with suppress(ValueError):  # not assigned yet
                     self.value(cell.cell_contents, code)
         # co_names would include attributes
-        loaded = _operands(code, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+        loaded = operands(code, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
         for name in sorted(loaded - assigned) if own else ():
             if name in function.__globals__:
                 self.add_text(name)
@@ -298,7 +321,7 @@ class CodeWalk:
     def _global(self, value: Any, code: CodeType) -> None:
         self.value(value, code)
         if isinstance(value, ModuleType) and not installed(value):
-            names = {name for each in _all(code) for name in each.co_names}
+            names = {name for each in all_code(code) for name in each.co_names}
             for name in sorted(names & vars(value).keys()):
                 self.add_text(name)
                 self.value(vars(value)[name], code)
@@ -320,59 +343,7 @@ class CodeWalk:
             self.add_text(value)
 
 
-def _all(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of functions within it."""
-    yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _all(each)
-
-
-def _operands(code: CodeType, *operations: str) -> set[Any]:
-    """The operands of some operations of the bytecode: names, or None."""
-    return {
-        step.argval
-        for each in _all(code)
-        for step in dis.get_instructions(each)
-        if step.opname in operations
-    }
-
-
-def _changes(code: CodeType) -> bool:
-    """Whether a function may change containers that it refers to."""
-    stores = _operands(code, "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
-    return bool(stores or _operands(code, "LOAD_ATTR", "LOAD_METHOD") & MUTATORS)
-
-
-def _assigned(kind: type) -> set[str]:
-    """Attributes that methods of a class other than its constructors assign."""
-    found = set()
-    for base in kind.__mro__:
-        for name, value in vars(base).items():
-            function = getattr(value, "__func__", value)
-            if name in CONSTRUCTORS or not isinstance(function, FunctionType) or installed(base):
-                continue
-            found |= _operands(function.__code__, "STORE_ATTR")
-    return found
-
-
-@functools.cache
-def _roots() -> tuple[str, ...]:
-    """Directories of installed code."""
-    found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    ours = sys.modules["gradtrace"].__file__ or ""
-    return (*(path for path in found if path), ours.removesuffix("__init__.py"))
-
-
-def installed(definition: Any) -> bool:
-    """Whether code belongs to an installed package, and not to the user's own program."""
-    code = getattr(definition, "__code__", None)
-    if isinstance(code, CodeType):
-        file = code.co_filename
-    else:
-        name = definition.__name__ if isinstance(definition, ModuleType) else definition.__module__
-        module = sys.modules.get(name)
-        file = getattr(module, "__file__", None) or ""
-        if module is not None and not file:
-            return name != "__main__"  # built in
-    return "site-packages" in file or file.startswith(_roots())
+def _holds_settings(value: Any) -> bool:
+    """Whether the attributes of an object may be settings of the user's."""
+    records = isinstance(value, (Namespace, SimpleNamespace)) or is_dataclass(value)
+    return records or not installed(type(value))
