@@ -175,7 +175,7 @@ class CheckpointFiles:
 
     def _write(self, path: Path, counted: PartialResult) -> None:
         assert self.identity is not None
-        meta = {"settings": self.settings, "identity": asdict(self.identity)}
+        meta: dict[str, Any] = {"settings": self.settings, "identity": asdict(self.identity)}
         meta |= {self.kind: None, **counted.to_dict()}
         container.write(path, self.kind, {**meta, "digest": container.digest(meta)}, {})
 

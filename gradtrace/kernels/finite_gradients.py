@@ -10,6 +10,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from math import isfinite, nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +37,11 @@ class FiniteGradients:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = tuple(parameters)
         here = all(each.is_cpu and each.dtype in KINDS for each in parameters)
-        self._compiled = cpu_library.brief("first_nonfinite") if here else None
-        self.finite = self._by_sums if self._compiled is None else self._by_address()
+        self._compiled = compiled = cpu_library.brief("first_nonfinite") if here else None
+        self.finite = self._by_sums if compiled is None else self._by_address(compiled)
         """Whether all are, as far as this can tell: the sum of large numbers may be infinite."""
 
-    def _by_address(self) -> Callable[[], bool]:
+    def _by_address(self, compiled: Callable[..., Any]) -> Callable[[], bool]:
         """``finite`` by the compiled function. All it needs are variables of its own, since it runs
         in every step, where attributes have left the caches.
         """
@@ -48,7 +49,7 @@ class FiniteGradients:
         facts = [fact for each in self._parameters for fact in (0, each.numel(), KINDS[each.dtype])]
         items = array("q", facts)  # addresses, sizes and kinds
         address = ctypes.c_void_p(items.buffer_info()[0])
-        count, compiled, otherwise = ctypes.c_int64(len(known)), self._compiled, self._by_sums
+        count, otherwise = ctypes.c_int64(len(known)), self._by_sums
 
         def finite() -> bool:
             try:
