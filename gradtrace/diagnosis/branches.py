@@ -44,7 +44,7 @@ class Branches:
         if any(text.startswith("Vanishing") for text in self.flow.findings):
             return
         rows = [row for row in self.flow.rows if row.verdict == "vanishing"]
-        rows = [row for row in rows if row.module not in self.told]
+        rows = [row for row in rows if row.module and row.module not in self.told]
         scaled = [row for row in rows if self._is_scaled(row.module)]
         others = [row for row in rows if row not in scaled]
         for severity, some in (("warning", others), ("note", scaled)):

@@ -84,7 +84,11 @@ product of all pairs is likely meant.
 
 
 def loss_findings(record: ForwardRecord, roots: set[int]) -> Iterator[Finding]:
-    """Losses among what ``roots`` are made of that get what they do not expect."""
+    """Losses among what ``roots`` are made of that get what they do not expect; each once."""
+    yield from dict.fromkeys(_loss_findings(record, roots))
+
+
+def _loss_findings(record: ForwardRecord, roots: set[int]) -> Iterator[Finding]:
     behind = record.above(roots)
     for operation in record.operations:
         if not behind.isdisjoint(operation.outputs) and operation.needs:
@@ -97,7 +101,7 @@ def loss_findings(record: ForwardRecord, roots: set[int]) -> Iterator[Finding]:
 
 
 def _probabilities(record: ForwardRecord, operation: Operation) -> list[Finding]:
-    maker = _maker(record, operation.inputs[0]) if operation.inputs else None
+    maker = value_maker(record, operation.inputs[0]) if operation.inputs else None
     if maker is None or maker.name not in PROBABILITIES:
         return []
     expected = EXPECTED[operation.name]
@@ -133,7 +137,7 @@ def _scores(record: ForwardRecord, operation: Operation) -> list[Finding]:
     return [found]
 
 
-def _maker(record: ForwardRecord, value: int) -> Operation | None:
+def value_maker(record: ForwardRecord, value: int) -> Operation | None:
     """The operation that computed a value, before it was moved and reshaped."""
     while (number := record.makers.get(value)) is not None:
         operation = record.operations[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -116,8 +116,24 @@ class CutFinder:
             inner = next((each for each in on_path if each.off), None)
             if inner is not None:
                 return _blamed(name, module, Reason.FUNCTION, inner)
-            return _blamed(name, module, Reason.CUT, on_path[0] if on_path else None)
+            return self._past(name, module, on_path) or _blamed(
+                name, module, Reason.CUT, on_path[0] if on_path else None
+            )
         return _blamed(name, module, _reason(found), found)
+
+    def _past(self, name: str, module: str, on_path: list[Operation]) -> SilentParameter | None:
+        """Where values are written past the graph: ``out.data.copy_(h)``."""
+        for operation in on_path:
+            makers = (self.record.maker(value) for value in operation.inputs)
+            past = next(
+                (each for each in makers if each and each.name in (".data", "detach")), None
+            )
+            if past is not None:
+                evidence = f"{shown(operation)} writes to what {shown(past)} gives: the tensor "
+                evidence += "that has the same memory knows of no gradient."
+                found = _blamed(name, module, Reason.DETACHED, past)
+                return replace(found, evidence=evidence, operator=past.name)
+        return None
 
     def _cut(self, values: Iterable[int], on_path: list[Operation]) -> Operation | None:
         """The first operation that cuts the way: one that alone does, if there is any."""

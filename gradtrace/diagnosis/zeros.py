@@ -13,6 +13,7 @@ from torch import Tensor
 from gradtrace.autodiff.nodes import Node, name_of, sequence_of
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
 from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, plain, shown
+from gradtrace.diagnosis.losses import value_maker
 from gradtrace.diagnosis.result import Reason, SilentParameter
 from gradtrace.diagnosis.silent import SAMPLES
 from gradtrace.flow.tuning import UNDERFLOW_FACTOR
@@ -147,9 +148,8 @@ class ZeroFinder:
         node, child = found[0]
         operation = None if self.record is None else self.record.of_node(sequence_of(node))
         reason = self._reason(node, child)
-        clamps = kind_of(node).startswith("Clamp")
-        if clamps and operation is not None and self._is_nothing(operation):
-            reason = Reason.DEAD_RELU  # a clamp at 0
+        if operation is not None and reason is Reason.SATURATED:
+            reason = self._bounded(node, operation)
         if reason is Reason.DEAD_RELU and operation is not None and not operation.inside:
             reason = Reason.CONSTANT if self._is_loss(node) else reason
         if reason is Reason.ZERO_FACTOR and is_placeholder(self.record, operation):
@@ -164,6 +164,21 @@ class ZeroFinder:
             self._evidence(node, child, reason, operation),
             self._severity(node, child, reason),
         )
+
+    def _bounded(self, node: Node, operation: Operation) -> Reason:
+        """What it means that a function with bounds makes zeros: a clamp at 0 is a ReLU; that of a
+        softmax over one class, which is 1 always, tells of that.
+        """
+        bounds = kind_of(node).startswith(("Clamp", "Hardtanh", "Hardswish"))
+        if bounds and self._is_nothing(operation):
+            return Reason.DEAD_RELU
+        if not bounds or self.record is None or not operation.inputs:
+            return Reason.SATURATED
+        maker = value_maker(self.record, operation.inputs[0])
+        made = () if maker is None or "softmax" not in maker.name else maker.outputs
+        extents = [self.record.extent(value) for value in made]
+        one = any(each is not None and each.shape[-1:] == (1,) for each in extents)
+        return Reason.ONE_CLASS if one else Reason.SATURATED
 
     def _is_loss(self, node: Node) -> bool:
         """Whether the loss is a sum or a mean of what an operator gives, and of nothing else."""

@@ -769,6 +769,41 @@ def recurrent_layer_in_inference_mode() -> Any:
     return model, lambda: F.cross_entropy(model(x).flatten(0, 1), torch.arange(10) % 3)
 
 
+@case("output detached", "enc")
+def written_past_the_graph() -> Any:
+    class Written(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(len(x), 6)
+            out.data.copy_(self.enc(x))  # HERE
+            return self.head(out)
+
+    return training(Written())
+
+
+@case("dead ReLU", "enc")
+def relu6_that_is_closed() -> Any:
+    class Closed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.relu6(self.enc(x) - 1e3)  # HERE
+            return self.head(h + x.mean())
+
+    return training(Closed())
+
+
+@case("softmax over one class", "enc", "out")
+def chance_of_the_only_class() -> Any:
+    """It is 1, and lies outside of the bounds that are to keep the logarithm finite."""
+    model = nn.ModuleDict({"enc": nn.Linear(4, 6), "out": nn.Linear(6, 1)})
+    x, y = data()
+
+    def step() -> Tensor:
+        chance = model["out"](model["enc"](x)).softmax(-1)
+        chance = chance.squeeze(1).clamp(1e-6, 1 - 1e-6)  # HERE
+        return F.binary_cross_entropy(chance, (y > 0).float())
+
+    return model, step
+
+
 @case("called under no_grad", "first", "second")
 def no_grad_around_others() -> Any:
     """The outermost is to blame, not one inside it, nor the end of an ``enable_grad``."""

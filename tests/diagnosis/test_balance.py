@@ -99,3 +99,13 @@ def test_a_branch_has_its_line_and_the_module_around_it() -> None:
         loss = step()
     (found,) = watch.diagnose(loss).findings
     assert found.module == "branch" and "1e-7 * self.branch(h)" in found.line
+
+
+def test_what_runs_outside_of_modules_is_no_branch() -> None:
+    model = Net(torch.relu)
+    x = torch.randn(5, 4)
+    with gt.watch(model, diagnose=True) as watch:
+        weights = sum(each.square().sum() for each in model.parameters())
+        loss = F.cross_entropy(model(x), torch.arange(5) % 3) + 1e6 * weights
+    branches = [each for each in watch.diagnose(loss).findings if each.kind == "branch"]
+    assert [each.title.rpartition(": ")[2] for each in branches] == ["enc"]

@@ -149,6 +149,10 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     ),
     "pairs of rows": (lambda z, y: (z[:, None] - torch.ones(len(y), 3)).square().mean(), ""),
     "one channel": (lambda z, y: F.mse_loss(z[:, None], torch.ones(len(y), 1, 3)), ""),
+    "broadcast twice": (
+        lambda z, y: -(y * (p := z[:, :1].sigmoid()).log() + (1 - y) * (1 - p).log()).mean(),
+        "warning",
+    ),
     "logits": (lambda z, y: F.cross_entropy(z, z.detach().softmax(-1)), ""),
     "log_softmax": (lambda z, y: F.nll_loss(z.log_softmax(-1), y), ""),
     "log of a softmax": (lambda z, y: F.nll_loss(z.softmax(-1).log(), y), ""),
