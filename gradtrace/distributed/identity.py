@@ -174,7 +174,9 @@ class CodeWalk:
     def __init__(self, model: nn.Module) -> None:
         self._into = digests.new()
         self._seen: dict[int, Any] = {id(model): model}  # its weights are digested separately
-        self._facts = functools.cache(lambda x: (assigned(x), constructed(x), filled(x)))
+        self._facts: Callable[[type], tuple[set[str], set[str], set[str]]] = functools.cache(
+            lambda kind: (assigned(kind), constructed(kind), filled(kind))
+        )
         kinds = {user_class(module) for module in model.modules()}
         self._filled = set[str]().union(*map(filled, kinds))  # by any module or function
 
