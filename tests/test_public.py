@@ -15,6 +15,7 @@ from pathlib import Path
 
 import fresh
 import pytest
+import torch
 
 import gradtrace
 from gradtrace import errors
@@ -290,6 +291,44 @@ def test_autograd_is_read_in_one_place(trees: dict[Path, ast.Module]) -> None:
         where = path.relative_to(ROOT).with_suffix("").as_posix()
         found = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)} & INTERNALS
         assert where == "autodiff/nodes" or found <= TOLERATED.get(where, set()), where
+
+
+CHOOSING = {
+    "tracing/traced_program",  # for all that is executed of a program
+    "tracing/counting",  # of paths that have been followed, whose numbers are on the CPU
+    "paths/path_search",  # for one follower
+}
+"""Where the rooms that execute a request ask for a backend; others there are given it."""
+
+
+@pytest.mark.parametrize("room", ["tracing", "paths"])
+def test_the_backend_of_a_request_is_chosen_once(room: str, trees: dict[Path, ast.Module]) -> None:
+    for path, tree in trees.items():
+        where = path.relative_to(ROOT).with_suffix("").as_posix()
+        asked = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "backend_of"]
+        if where.startswith(f"{room}/"):
+            assert len(asked) == (where in CHOOSING), where
+
+
+MOST_FILES_ENTERED = 68
+"""How many files the functions are in that ``watch.trace(loss).influence()`` calls: the fewer, the
+sooner a newcomer has read them.
+"""
+
+
+def test_a_trace_enters_few_files() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    with gradtrace.watch(model) as watch:
+        loss = torch.nn.functional.cross_entropy(model(torch.ones(2, 8)), torch.tensor([0, 1]))
+        entered = set[str]()
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, *_: entered.add(frame.f_code.co_filename))
+        try:
+            gradtrace.plans().clear()  # what is kept needs fewer
+            watch.trace(loss).influence()
+        finally:
+            sys.setprofile(before)
+    assert len([name for name in entered if name.startswith(str(ROOT))]) <= MOST_FILES_ENTERED
 
 
 RULES = sorted((ROOT / "recording" / "aten_rules").glob("*.py"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from math import isfinite, log2, nan
 from typing import Any
 
@@ -320,3 +322,46 @@ def _untaken(fork: str, branch: str, kind: str, other: Choice) -> Choice:
 def _none_of(moments: Moments) -> Moments:
     _, e, _, _, ee = moments.parts()
     return Moments(e=e, ee=ee)
+
+
+# Choices of a table whose trace is gone -----------------------------------------------------------
+
+REGROUPED_NOTE = (
+    "divided without the trace: parameters inside a branch, which have no choice, count too"
+)
+_ARGUMENT = re.compile(r"(.+)\[\d+\] from (.+)", re.DOTALL)
+_NUMBERED = re.compile(r"(.*\S) ?\d+", re.DOTALL)
+
+
+def regrouped(rows: Mapping[str, tuple[Moments, Moments]], labels: bool, empty: Choices) -> Choices:
+    """``empty``, with the choices in a table of arguments or labels: by the name of each its count
+    and its gradient.
+    """
+    groups: dict[str, dict[str, tuple[Moments, Moments]]] = {}
+    for name, row in rows.items():
+        if found := _ARGUMENT.fullmatch(name):
+            mine = groups.setdefault(found[1], {})
+            mine[_unlike(found[2], mine)] = row
+        elif labels:
+            stem = _NUMBERED.fullmatch(name)
+            groups.setdefault(stem[1] if stem else "label", {})[name] = row
+    choices = []
+    for fork, branches in groups.items():
+        totals = [sum(part.t for part in column) for column in zip(*branches.values())]
+        for branch, row in branches.items() if len(branches) > 1 else ():
+            parts = [Moments.of(float(part.t), float(e)) for part, e in zip(row, totals)]
+            choices.append(Choice(fork, branch, "", parts[0], parts[1]))
+    if not choices:
+        raise GradtraceError(
+            "the trace of this table is gone, and its components are no branches: keep the trace "
+            "and call trace.choices(), or measure influence('arguments') or influence('labels')"
+        )
+    losses = [f"sums over {empty.pairs:,} losses"] if empty.pairs > 1 else []
+    notes = (*losses, REGROUPED_NOTE, *empty.notes)
+    return replace(empty, rows=tuple(choices), pairs=1, notes=notes)
+
+
+def _unlike(name: str, known: Mapping[str, object]) -> str:
+    """The name, numbered if it is known already."""
+    numbered = (f"{name} #{n}" for n in count(2))
+    return name if name not in known else next(each for each in numbered if each not in known)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, repeat
+from itertools import repeat
 from math import log2
 from typing import Any, Literal, Protocol
 
@@ -21,7 +20,7 @@ from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable
 from gradtrace.io.validation import check_read
 from gradtrace.kernels.operands import GroupSums
 from gradtrace.printable import listed, printable
-from gradtrace.tracing.choices import Choice, Choices
+from gradtrace.tracing.choices import Choices, regrouped
 from gradtrace.tracing.coverage import Coverage, combined
 from gradtrace.tracing.moments import NOTHING, KnownVariance, loss_count
 from gradtrace.tracing.moments import Moments as Moments
@@ -267,7 +266,13 @@ class Influence(ComponentRows[Row], Tabular):
         If the trace is gone, a table of arguments or of labels is divided as it is: a path through
         a parameter inside a branch, which has no choice, then counts too.
         """
-        return (None if self.source is None else self.source.choices()) or _regrouped(self)
+        found = None if self.source is None else self.source.choices()
+        if found is not None:
+            return found
+        rows = {row.name: (row.count, row.gradient) for row in self.rows}
+        return regrouped(
+            rows, self.kind == "labels", Choices((), self.pairs, self.rule, self.notes)
+        )
 
     @property
     def information(self) -> dict[str, float]:
@@ -469,49 +474,6 @@ def _information(row: Row, weight: Weight) -> float:
     if not 0 < share < 1:
         return 0.0
     return -float(row.count.e) * (share * log2(share) + (1 - share) * log2(1 - share))
-
-
-REGROUPED_NOTE = (
-    "divided without the trace: parameters inside a branch, which have no choice, count too"
-)
-_ARGUMENT = re.compile(r"(.+)\[\d+\] from (.+)", re.DOTALL)
-_NUMBERED = re.compile(r"(.*\S) ?\d+", re.DOTALL)
-
-
-def _regrouped(table: Influence) -> Choices:
-    """The choices in a table of arguments or labels, without its trace."""
-    groups: dict[str, dict[str, Row]] = {}
-    for row in table.rows:
-        if found := _ARGUMENT.fullmatch(row.name):
-            mine = groups.setdefault(found[1], {})
-            mine[_unlike(found[2], mine)] = row
-        elif table.kind == "labels":
-            stem = _NUMBERED.fullmatch(row.name)
-            groups.setdefault(stem[1] if stem else "label", {})[row.name] = row
-    rows = []
-    for fork, branches in groups.items():
-        totals = [sum(getattr(row, w).t for row in branches.values()) for w in _COLUMN]
-        for branch, row in branches.items() if len(branches) > 1 else ():
-            parts = [
-                Moments.of(float(getattr(row, w).t), float(e)) for w, e in zip(_COLUMN, totals)
-            ]
-            rows.append(Choice(fork, branch, "", parts[0], parts[1]))
-    if not rows:
-        raise GradtraceError(
-            "the trace of this table is gone, and its components are no branches: keep the trace "
-            "and call trace.choices(), or measure influence('arguments') or influence('labels')"
-        )
-    losses = [f"sums over {table.pairs:,} losses"] if table.pairs > 1 else []
-    return Choices(tuple(rows), 1, table.rule, (*losses, REGROUPED_NOTE, *table.notes))
-
-
-def _unlike(name: str, known: Mapping[str, object]) -> str:
-    """The name, numbered if it is known already."""
-    return (
-        name
-        if name not in known
-        else next(other for n in count(2) if (other := f"{name} #{n}") not in known)
-    )
 
 
 def checked_weight(weight: str) -> Weight:
