@@ -72,8 +72,8 @@ def headline(facts: Mapping[str, Any]) -> str:
         along, across = (found["saved"][name] for name in ("axes", "turned"))
         if along[0] and across[0]:
             parts.append(
-                f"batch normalisation needs {with_interval(along, '.0f')} times fewer updates in a "
-                f"valley along the features, {with_interval(across, '.1f')} times in one across"
+                f"batch normalisation needs {with_interval(along, '.0f')} times fewer updates if "
+                f"features differ in size, {with_interval(across, '.1f')} times if these are mixed"
             )
     if found := facts.get("dataflow"):
         same = "no value" if not found["different"] else "values"

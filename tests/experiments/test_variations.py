@@ -100,7 +100,7 @@ def test_any_order_of_rows_gives_the_same(rows: list[Row], found: Findings) -> N
     assert variations.conclude(rows[::-1]) == found
     assert json.loads(json.dumps(found.facts, allow_nan=False))
     assert "NOT" not in found.sentence and "DIFFER" not in found.sentence
-    assert "in a valley along the features" in variations.headline(found.facts)
+    assert "if features differ in size" in variations.headline(found.facts)
     assert variations.headline({}) == "Nothing was measured."
 
 
