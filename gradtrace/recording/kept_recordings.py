@@ -20,7 +20,6 @@ from gradtrace.autodiff.graph_shape import NONE, GraphShape, Mismatch, NodeShape
 from gradtrace.errors import GradtraceError
 from gradtrace.ir.memory import RecordingBytes
 from gradtrace.ir.program import Block, Program, ProgramFacts, Step
-from gradtrace.kernels import backend_of
 from gradtrace.linops import Cut, Identity, Map, Reduce, Slot
 from gradtrace.recording import node_rules
 from gradtrace.recording.node_rules import NodeRule, same, summed
@@ -184,12 +183,12 @@ class KeptRecording:
         """The number of steps of the program."""
         return sum(len(block.steps) + len(block.merges) for block in self.blocks)
 
-    def check(self, seed: Tensor, keep: int) -> None:
+    def check(self, synchronises: bool, keep: int) -> None:
         """Raise ``Mismatch`` if with so much memory for gradients others would be kept, or if nodes
-        have other rules now.
+        have other rules now. ``synchronises``: of the backend.
         """
         if self.limited:
-            near = backend_of(seed).synchronises and self.used <= keep <= 2 * self.budget
+            near = synchronises and self.used <= keep <= 2 * self.budget
             fits = near or keep == self.budget
         else:
             fits = 2 * self.used <= keep

@@ -29,6 +29,7 @@ from gradtrace.ir.memory import see_recording
 from gradtrace.ir.optimise import simplified
 from gradtrace.ir.program import Block, Constants, Leaf, MapTable, Program
 from gradtrace.kernels import backend_of
+from gradtrace.kernels.sync import DeferredChecks
 from gradtrace.linops import Map
 from gradtrace.pytorch.dtensor import in_use
 from gradtrace.pytorch.plain_tensors import plain
@@ -74,12 +75,17 @@ class _Products(GradientProducts):
 class _Run:
     """One replay: the gradients that are pending by value, and what was found so far."""
 
-    def __init__(self, recording: KeptRecording, seed: Tensor, clear_since: int) -> None:
+    def __init__(
+        self,
+        recording: KeptRecording,
+        seed: Tensor,
+        clear_since: int,
+        checks: DeferredChecks | None,
+    ) -> None:
         self.recording, self.seed = recording, seed
         self.products = _Products(clear_since, recording.defers)
         self.outputs = Outputs()
-        backend = backend_of(seed)
-        self.checks = backend.checks() if backend.synchronises else None
+        self.checks = checks
         self.deferred = DeferredGradients()
         self.grads = {recording.root: seed}
         self.kept = {recording.root: seed} if recording.root in recording.kept else {}
@@ -270,11 +276,18 @@ class _Run:
 
 
 def replayed(
-    recording: KeptRecording, loss: Tensor, seed: Tensor, table: NameTable, clear_since: int
+    recording: KeptRecording,
+    loss: Tensor,
+    seed: Tensor,
+    table: NameTable,
+    clear_since: int,
+    checks: DeferredChecks | None,
 ) -> Program:
-    """The program of a loss; raises ``Mismatch`` if it has another structure."""
+    """The program of a loss; raises ``Mismatch`` if it has another structure, or if one of
+    ``checks`` fails.
+    """
     found, edges = recording.graph.find(loss, table, clear_since)
-    run = _Run(recording, seed, clear_since)
+    run = _Run(recording, seed, clear_since, checks)
     try:
         with one_pass():
             run.visit_all(found, edges, recording.entries)
@@ -304,14 +317,14 @@ def recorded(
     """The simplified program of a loss, replayed if a loss of its structure was recorded before;
     the options are those of ``record``.
     """
-    clear_since = watch.clear_since()
-    settings = gradients.DEFER_MIN_ELEMENTS, backend_of(seed).synchronises
+    clear_since, backend = watch.clear_since(), backend_of(seed)
+    settings = gradients.DEFER_MIN_ELEMENTS, backend.synchronises
     key = (order, limit, opaque, settings, *_signature(loss))
 
     def attempt(recording: KeptRecording) -> Program:
-        recording.check(seed, keep)
+        recording.check(backend.synchronises, keep)
         needed = see_recording(loss, keep, recording.needed)
-        program = replayed(recording, loss, seed, name_table, clear_since)
+        program = replayed(recording, loss, seed, name_table, clear_since, backend.checks())
         recording.needed = needed  # the same for all losses that are replayed
         return program
 
