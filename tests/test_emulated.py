@@ -476,6 +476,28 @@ def test_products_of_half_precision(emulator: Emulator, monkeypatch: pytest.Monk
         assert not ops.widened_product(a, b)[0, 1].isfinite().any()
 
 
+def test_sizes(emulator: Emulator) -> None:
+    """Of more tensors than a launch takes; those of several thread blocks in a fixed order."""
+    wide = torch.randn(3, 40_000) * 10.0 ** torch.randint(-30, 30, (3, 40_000))
+    xs = [wide * (torch.rand(3, 40_000) < 0.5), torch.zeros(7), wide.T, torch.tensor(-2.0)]
+    xs += [
+        x.to(dtype)
+        for x in (torch.randn(50, 10).T, torch.ones(1))
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
+    xs += [torch.tensor([1.0, float(bad)]) for bad in ("nan", "inf")]
+    xs += [torch.full((n,), 3.0) for n in range(1, 70)]
+    found = ops.sizes(xs)
+    assert found is not None and emulator.launches[-4:] == ["sizes", "sizes_combined"] * 2
+    for x, row in zip(xs, found, strict=True):
+        x = x.double()
+        wanted = [x.norm(), x.abs().max(), x.count_nonzero().double(), x.abs().sum()]
+        torch.testing.assert_close(row, torch.stack(wanted), rtol=1e-12, atol=0, equal_nan=True)
+    assert torch.equal(ops.sizes(xs[:1]), found[:1])
+    assert ops.sizes([xs[0], torch.ones(2, dtype=torch.float64)]) is None
+    assert ops.sizes([wide[:, ::2]]) is None and ops.sizes([torch.ones(0)]) is None
+
+
 def test_terms_with_the_same_marks(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedGpu, "synchronises", True)
     devices.shared_sums("cpu")

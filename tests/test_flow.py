@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
@@ -978,13 +978,15 @@ def test_what_is_measured_is_no_tensor_for_each_value(monkeypatch: pytest.Monkey
     """Small tensors between cotangents would keep their memory from being used again."""
     held: list[weakref.ref[Tensor]] = []
 
-    def measured(x: Tensor, sizes: Callable[[Tensor], Tensor] = sizing.sizes) -> Tensor:
+    def measured(
+        xs: Sequence[Tensor], sizes: Callable[[Sequence[Tensor]], Tensor] = sizing.sizes_of
+    ) -> Tensor:
         assert all(each() is None for each in held)
-        found = sizes(x)
+        found = sizes(xs)
         held.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(sizing, "sizes", measured)
+    monkeypatch.setattr(sizing, "sizes_of", measured)
     x = torch.randn(3, requires_grad=True)
     found = gradtrace.trace(x.sin().cos().exp().sum()).flow()
     assert len(held) > 3 and all(level.norm > 0 for level in found.profile)

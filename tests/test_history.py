@@ -28,8 +28,10 @@ from gradtrace.report.tuning import MAX_SHARES
 from gradtrace.runs import history
 from gradtrace.runs.history import Norms, StepRecord
 from gradtrace.runs.writer import Writer
+from gradtrace.trace import Trace
 from gradtrace.tracing.influence import Influence, Moments, Row
 from gradtrace.training import run_report
+from gradtrace.training.step_tracer import StepTracer
 
 HOSTILE = ["</script><b>", 'a"b\\', "\u202eright", "🙂", "x" * 10_000, "\ud800", "\x00\n"]
 
@@ -466,7 +468,8 @@ def test_an_empty_run() -> None:
 def test_the_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    with gt.Monitor(model, every=1, budget=None, file=tmp_path / "run.jsonl") as monitor:
+    file = tmp_path / "run.jsonl"
+    with gt.Monitor(model, every=1, budget=None, file=file, clock=lambda: 0.0) as monitor:
         for step in range(3):
             loss = model(torch.randn(5, 3)).square().mean()
             monitor.step(loss)
@@ -480,6 +483,33 @@ def test_the_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
         (tmp_path / "x.html").stat().st_size, rel=0.1
     )
     assert "mine, step 2" in (tmp_path / "x.html").read_text()
+
+
+def test_without_a_budget_views_take_no_longer_than_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, made = 0.0, []
+    model = nn.Linear(3, 1)
+    view, result = Trace._view, StepTracer.result
+
+    def slow(trace: Trace, *args: Any, **options: Any) -> Any:
+        nonlocal now
+        now += 3.0
+        made.append(monitor._schedule.number)
+        return view(trace, *args, **options)
+
+    def traced(*args: Any) -> Any:
+        nonlocal now
+        now += 1.0
+        return result(*args)
+
+    monkeypatch.setattr(Trace, "_view", slow)
+    monkeypatch.setattr(StepTracer, "result", traced)
+    file = tmp_path / "run.jsonl"
+    with gt.Monitor(model, every=1, budget=None, file=file, clock=lambda: now) as monitor:
+        for _ in range(9):
+            monitor.step(model(torch.randn(5, 3)).square().mean())
+    assert made == [0, 5, 8]  # 3 of 1, then 6 of 6, then 9 of 9 seconds
 
 
 def test_a_report_without_a_file_has_a_view_too(tmp_path: Path) -> None:

@@ -566,20 +566,21 @@ def test_sizes_and_zeros(isa: str, threads: int, monkeypatch: pytest.MonkeyPatch
         for size in (*SIZES[1:], 40_000):
             x = torch.randn(size) * 10.0 ** torch.randint(-30, 30, (size,))
             x *= torch.rand(size) < 0.8
-            found = ops.sizes(x)
+            found = ops.sizes([x, x[:1]])
             assert found is not None
             wide = x.double()
             wanted = wide.norm(), wide.abs().max(), wide.count_nonzero().double(), wide.abs().sum()
-            torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-12, atol=0)
+            torch.testing.assert_close(found[0], torch.stack(wanted), rtol=1e-12, atol=0)
+            assert found[1, 3] == wide[0].abs()
             for each in (x, wide, torch.ones(size), -0.0 * x):
                 assert torch.equal(ops.zeros(each), plainly(ops.zeros, each))
     finally:
         cpu_library.use_isa(before)
     turned = torch.randn(30, 20).T
     torch.testing.assert_close(
-        ops.sizes(turned), ops.sizes(turned.contiguous()), rtol=1e-12, atol=0
+        ops.sizes([turned]), ops.sizes([turned.contiguous()]), rtol=1e-12, atol=0
     )
     spread = torch.randn(4, 3)[:, ::2].unsqueeze(0).expand(2, 4, 2)
     for other in (spread, torch.ones(2, 2)[:, ::1].expand(2, 2)[:, :1].expand(2, 2)):
-        assert ops.sizes(other) is None  # gaps, or elements that are there twice
-    assert ops.sizes(torch.randn(5, dtype=torch.float64)) is None
+        assert ops.sizes([x, other]) is None  # gaps, or elements that are there twice
+    assert ops.sizes([torch.randn(5, dtype=torch.float64)]) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import hypot, inf, nan, prod
 from typing import NamedTuple
 
@@ -24,6 +25,11 @@ from gradtrace.ir.program import Program, Step
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Identity, Index
 from gradtrace.pytorch.dtensor import LocalParts, told
+
+TOGETHER, TOGETHER_MAX_BYTES = 64, 1 << 28
+"""On a GPU so many cotangents are measured together, and those that nothing else keeps in memory
+have at most so many bytes.
+"""
 
 
 class Size(NamedTuple):
@@ -53,6 +59,7 @@ def measure(program: Program, seed: Tensor, norms: bool = False) -> dict[int, Si
     with torch.no_grad():
         for n, step in enumerate(program.steps()):
             found.follow(n, step)
+    found.measure_waiting()
     numbers = found.table.tolist()
     measured = {}
     for value, row in found.rows.items():
@@ -78,13 +85,16 @@ class _Measuring:
         self.forms = {program.root: (seed.numel(), seed.dtype)}
         steps, device = len(program.steps()), seed.device
         self.table = torch.zeros((steps + 1, 4), dtype=torch.float64, device=device)
-        self.rows = {program.root: steps}
-        self.table[steps] = sizes(seed)
+        self.rows: dict[int, int] = {}
+        self.most = TOGETHER if backend_of(seed).synchronises else 1
+        self.waiting: list[Tensor] = []  # are measured together; their rows are the next
+        self.filled = self.held = 0
+        self._measure(program.root, seed)
 
     def follow(self, n: int, step: Step) -> None:
         """Measure the result of a step, the n-th."""
         out, values = step.out, self.values
-        if out not in self.tails or out in self.kept or not self._unmade(n, step):
+        if out not in self.tails or out in self.kept or not self._unmade(step):
             x = values[out] = self._computed(step)
             if out in self.wanted:
                 before = step.terms[0].value
@@ -92,7 +102,8 @@ class _Measuring:
                 if moved and _permutes(step, self.program):
                     self.rows[out], self.forms[out] = self.rows[before], self.forms[before]
                 else:
-                    self._take(n, out, sizes(x), (x.numel(), x.dtype))
+                    self.forms[out] = x.numel(), x.dtype
+                    self._measure(out, x)
         for value in (out, *(term.value for term in step.terms)):
             if self.last.get(value, -1) <= n:
                 values.pop(value, None)
@@ -107,10 +118,10 @@ class _Measuring:
                 self.values[value] = self.unmade[value].value()
         return gradient_of(step, self.program.maps, self.values)
 
-    def _unmade(self, n: int, step: Step) -> bool:
+    def _unmade(self, step: Step) -> bool:
         """Measure the result of a step without computing it; whether that was possible."""
         if len(step.terms) > 1:
-            return self._unmade_sum(n, step)
+            return self._unmade_sum(step)
         out, (at, value), program = step.out, step.terms[0], self.program
         if (old := self.unmade.get(value)) is not None:
             if not _permutes(step, program):
@@ -121,16 +132,17 @@ class _Measuring:
         x = self.values[value]
         if (few := few_elements(step, program, x)) is not None:
             self.unmade[out] = few
-            self._take(n, out, sizes(few.elements.value), (prod(step.shape), step.dtype))
+            self.forms[out] = prod(step.shape), step.dtype
+            self._measure(out, few.elements.value)
             return True
         product = product_of(step, program, x)
         if product is None or not NORM_MIN < (norm := product.norm()) < NORM_MAX:
             return False
         self.unmade[out] = product
-        self._take_norm(n, step, norm)
+        self._take_norm(step, norm)
         return True
 
-    def _unmade_sum(self, n: int, step: Step) -> bool:
+    def _unmade_sum(self, step: Step) -> bool:
         """The gradient of a weight that is also an embedding: a product and few elements."""
         terms = [self.unmade.get(term.value) for term in step.terms]
         alike = all(isinstance(map_, Identity) for map_ in self.program.maps.of(step))
@@ -138,20 +150,35 @@ class _Measuring:
             return False
         for (product, few), (_, value) in zip((terms, terms[::-1]), step.terms):
             if isinstance(product, UnmadeProduct) and isinstance(few, UnmadeScatter):
+                self.measure_waiting()
                 norm = norm_of_sum(product, float(self.table[self.rows[value], 0]), few)
                 if norm is not None and NORM_MIN < norm < NORM_MAX:
-                    self._take_norm(n, step, norm)
+                    self._take_norm(step, norm)
                     return True
         return False
 
-    def _take_norm(self, n: int, step: Step, norm: float) -> None:
+    def _take_norm(self, step: Step, norm: float) -> None:
+        self.measure_waiting()
         entries = prod(step.shape)
+        self.forms[step.out], self.rows[step.out] = (entries, step.dtype), self.filled
         numbers = [norm, norm, float(entries), nan]
-        found = torch.tensor(numbers, dtype=torch.float64, device=self.seed.device)
-        self._take(n, step.out, found, (entries, step.dtype))
+        self.table[self.filled] = self.table.new_tensor(numbers)
+        self.filled += 1
 
-    def _take(self, n: int, value: int, found: Tensor, form: tuple[int, torch.dtype]) -> None:
-        self.table[n], self.rows[value], self.forms[value] = found, n, form
+    def _measure(self, value: int, x: Tensor) -> None:
+        """Measure a value, now or together with others."""
+        self.rows[value] = self.filled + len(self.waiting)
+        self.waiting.append(x)
+        self.held += 0 if value in self.kept else x.nbytes
+        if len(self.waiting) >= self.most or self.held > TOGETHER_MAX_BYTES:
+            self.measure_waiting()
+
+    def measure_waiting(self) -> None:
+        """Measure those that wait."""
+        if self.waiting:
+            end = self.filled + len(self.waiting)
+            self.table[self.filled : end] = sizes_of(self.waiting)
+            self.filled, self.waiting, self.held = end, [], 0
 
 
 def _permutes(step: Step, program: Program) -> bool:
@@ -176,6 +203,14 @@ def _over_ranks(found: dict[int, Size], parts: LocalParts) -> dict[int, Size]:
     return found
 
 
+def sizes_of(xs: Sequence[Tensor]) -> Tensor:
+    """``sizes`` of each tensor: (len(xs), 4)."""
+    found = backend_of(xs[0]).sizes(xs)
+    if found is None:
+        found = torch.stack([sizes(x).to(xs[0].device) for x in xs])
+    return found
+
+
 def sizes(x: Tensor) -> Tensor:
     """``‖x‖``, ``max |x[i]|``, the number of nonzero entries and ``Σ |x[i]|``, as float64 (4,).
 
@@ -184,9 +219,9 @@ def sizes(x: Tensor) -> Tensor:
     """
     if not x.numel():
         return torch.zeros(4, dtype=torch.float64, device=x.device)
-    found = backend_of(x).sizes(x)
+    found = backend_of(x).sizes([x])
     if found is not None:
-        return found
+        return found[0]
     largest = vector_norm(x, inf).double()
     if x.dtype is torch.float64:
         unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)

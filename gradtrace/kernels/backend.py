@@ -230,9 +230,10 @@ class Backend(Protocol):
         the gradient, without a sync.
         """
 
-    def sizes(self, x: Tensor) -> Tensor | None:
-        """``‖x‖``, ``max |x[i]|``, the number of nonzero elements and ``Σ |x[i]|``, (4,) in
-        float64. None if there is no kernel for it; ``flow.sizing`` has it in plain torch.
+    def sizes(self, xs: Sequence[Tensor]) -> Tensor | None:
+        """For each tensor x ``‖x‖``, ``max |x[i]|``, the number of nonzero elements and
+        ``Σ |x[i]|``: (len(xs), 4) in float64. None if there is no kernel for these;
+        ``flow.sizing`` has it in plain torch.
         """
 
     def zeros(self, x: Tensor) -> Tensor:

@@ -282,8 +282,8 @@ class Cpu(Reference):
     def measure_rows(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return cpu_library.rows(self.library, gradient) or super().measure_rows(gradient)
 
-    def sizes(self, x: Tensor) -> Tensor | None:
-        return cpu_library.sizes(self.library, x)
+    def sizes(self, xs: Sequence[Tensor]) -> Tensor | None:
+        return cpu_library.sizes(self.library, xs)
 
     def zeros(self, x: Tensor) -> Tensor:
         found = cpu_library.zeros(self.library, x)

@@ -9,6 +9,7 @@ import ctypes
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -162,17 +163,20 @@ def use_isa(name: str) -> None:
 # How large elements are ---------------------------------------------------------------------------
 
 
-def sizes(library: ctypes.CDLL, x: Tensor) -> Tensor | None:
-    """``Backend.sizes``, of float32 without gaps in memory; None of others."""
+def sizes(library: ctypes.CDLL, xs: Sequence[Tensor]) -> Tensor | None:
+    """``Backend.sizes``, of float32 without gaps in memory; None if there are others."""
     call = getattr(library, "gradtrace_sizes", None)  # an older library has none
-    if call is None or x.dtype is not torch.float32 or not x.is_cpu or x.is_neg():
+    if call is None or not all(map(_is_plain, xs)):
         return None
-    if not is_dense(x):
-        return None
-    n = x.numel()
-    found = torch.empty(4, dtype=torch.float64, device="cpu")
-    checked(call(n, pointers.address(x, x.dtype, n), found.data_ptr(), threads_for(n)))
+    found = torch.empty((len(xs), 4), dtype=torch.float64, device="cpu")
+    for x, row in zip(xs, range(found.data_ptr(), found.data_ptr() + 32 * len(xs), 32)):
+        n = x.numel()
+        checked(call(n, pointers.address(x, x.dtype, n), row, threads_for(n)))
     return found
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.is_cpu and not x.is_neg() and is_dense(x)
 
 
 def zeros(library: ctypes.CDLL, x: Tensor) -> Tensor | None:

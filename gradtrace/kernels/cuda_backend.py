@@ -15,6 +15,7 @@ from gradtrace.kernels import (
     cuda_normalise,
     cuda_paths,
     cuda_reduce,
+    cuda_sizes,
     cuda_tally,
     cuda_tiling,
     cuda_top_k,
@@ -137,6 +138,9 @@ class Cuda(Reference):
 
     def follow_paths(self, table: BoundTable, starts: Tensor, words: int) -> PathEnds:
         return cuda_paths.follow(table, starts, words)
+
+    def sizes(self, xs: Sequence[Tensor]) -> Tensor | None:
+        return cuda_sizes.sizes(xs) if cuda_sizes.serves(xs) else None
 
     def widened_product(self, a: Tensor, b: Tensor) -> Tensor:
         served = cuda_half_products.serves(a, b)

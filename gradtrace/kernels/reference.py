@@ -164,7 +164,7 @@ class Reference:
         found = self.tally(torch.where(gradient != 0, number, 0), gradient, rows + 1)
         return found[0][1:], found[1][1:]
 
-    def sizes(self, x: Tensor) -> Tensor | None:
+    def sizes(self, xs: Sequence[Tensor]) -> Tensor | None:
         return None
 
     def zeros(self, x: Tensor) -> Tensor:

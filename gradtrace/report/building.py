@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gradtrace import flow
-from gradtrace.flow import sizing
+from gradtrace.flow.sizing import sizes_of
 from gradtrace.ir.program import Leaf
 from gradtrace.paths.paths import sampled
 from gradtrace.report import forest, model
@@ -51,7 +51,11 @@ def view(source: Source, sample: int, seed: int, limits: Limits) -> View:
     ways = routes(points, rows, operators.module, first, gradient)
     left, number = forest.chosen(points, _wanted(ways, shown, starts), limits.stops)
     maps = {v: _heat_map(found, starts[v], number) for v, found in shown.items()}
-    leaves = tuple(_leaf(source, rows, leaf, maps.get(leaf.value)) for leaf in source.leaves)
+    found = sizes_of([source.gradient(leaf) for leaf in source.leaves]).tolist()
+    leaves = tuple(
+        _leaf(source, rows, leaf, maps.get(leaf.value), size)
+        for leaf, size in zip(source.leaves, found)
+    )
     return View(
         name=source.traced.modules.get("") or "loss",
         rule=source.traced.rule,
@@ -93,9 +97,11 @@ def _heat_map(shown: Cells, starts: Places, number: Places) -> HeatMap:
     return HeatMap(*shown.grid, shown.element, shown.gradient, start.astype(np.int32))
 
 
-def _leaf(source: Source, rows: ProgramRows, leaf: Leaf, heat_map: HeatMap | None) -> model.Leaf:
-    name, gradient = source.names[leaf.value], source.gradient(leaf)
-    norm, largest, nonzero, _ = sizing.sizes(gradient).tolist()
+def _leaf(
+    source: Source, rows: ProgramRows, leaf: Leaf, heat_map: HeatMap | None, size: Sequence[float]
+) -> model.Leaf:
+    name, elements = source.names[leaf.value], leaf.tensor.numel()
+    norm, largest, nonzero, _ = size
     parameter = source.is_parameter(leaf)
     return model.Leaf(
         name,
@@ -104,8 +110,8 @@ def _leaf(source: Source, rows: ProgramRows, leaf: Leaf, heat_map: HeatMap | Non
         rows.modules[rows.home(name)] if parameter else 0,
         parameter,
         tuple(leaf.tensor.shape),
-        gradient.numel(),
-        gradient.numel() - int(nonzero),
+        elements,
+        elements - int(nonzero),
         norm,
         largest,
         heat_map,
@@ -169,11 +175,12 @@ def _sample(
     starts, gradients = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for leaf in source.leaves:
         mine = drawn[leaf.value]
-        at = np.searchsorted(points.elements[leaf.value], mine)
-        starts.append(points.starts[leaf.value][at])
+        found = np.searchsorted(points.elements[leaf.value], mine)
+        starts.append(points.starts[leaf.value][found])
         if len(mine):
             flat = source.gradient(leaf).reshape(-1)
-            gradients.append(flat[torch.from_numpy(mine)].double().numpy())
+            at = torch.from_numpy(mine).to(flat.device)
+            gradients.append(flat[at].double().cpu().numpy())
     return np.concatenate(starts), np.concatenate(gradients)
 
 

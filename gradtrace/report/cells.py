@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -73,20 +72,25 @@ def cells(gradient: Tensor, cut: Grid) -> Cells:
     height, width, rows, columns = cut
     flat = gradient.reshape(-1)
     if (rows, columns) == (height, width):
-        element = torch.arange(flat.numel())
+        element = torch.arange(flat.numel(), device=flat.device)
     else:
         size = flat.reshape(height, width).abs()
         size = torch.where(size.isnan(), torch.inf, size)
-        across, down = _cuts(width, columns), _cuts(height, rows)
-        most = [size[:, a:b].max(1) for a, b in across]
-        largest = torch.stack([each.values for each in most], 1)  # (height, columns)
-        column = torch.stack([each.indices + a for each, (a, _) in zip(most, across)], 1)
-        row = torch.stack([largest[a:b].argmax(0) + a for a, b in down])  # (rows, columns)
-        element = (row * width + column.gather(0, row)).reshape(-1)
-    return Cells(cut, element.int().numpy(), flat[element].double().numpy())
+        largest, column = _largest(size, columns)  # (height, columns)
+        _, row = _largest(largest.T, rows)  # (columns, rows)
+        element = (row.T * width + column.gather(0, row.T)).reshape(-1)
+    return Cells(cut, element.int().cpu().numpy(), flat[element].double().cpu().numpy())
 
 
-def _cuts(size: int, parts: int) -> list[tuple[int, int]]:
-    """The start and end of each part: ``i`` is in part ``i · parts // size``."""
-    starts = [-(-n * size // parts) for n in range(parts + 1)]
-    return list(pairwise(starts))
+def _largest(x: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """The largest entry of each part of every row, and the first column that has it; column ``i``
+    is in part ``i · parts // size``.
+
+    Parts differ by one column at most. Each is read with as many as the longest has: some with
+    their last column twice.
+    """
+    size = x.shape[1]
+    starts = torch.arange(parts + 1).mul_(size).add_(parts - 1).div_(parts, rounding_mode="floor")
+    columns = starts[:-1, None] + torch.arange(-(-size // parts))
+    most = x[:, torch.minimum(columns, starts[1:, None] - 1).to(x.device)].max(2)
+    return most.values, most.indices + starts[:-1].to(x.device)

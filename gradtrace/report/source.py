@@ -43,5 +43,5 @@ class Source:
         return isinstance(leaf.tensor, Parameter) or named
 
     def gradient(self, leaf: Leaf) -> Tensor:
-        """A leaf's gradient, on the CPU."""
-        return self.gradients[self.names[leaf.value]].detach().cpu()
+        """A leaf's gradient, where it is: that of a large model takes long to copy."""
+        return self.gradients[self.names[leaf.value]].detach()

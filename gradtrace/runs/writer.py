@@ -159,6 +159,9 @@ def _packed(row: Row) -> list[Any]:
 
 def _two_sums(moments: Moments) -> list[float] | None:
     """Σt and Σe if all five sums follow from them, as for a single loss; else None."""
+    single = moments.single()
+    if single is not None and all(map(math.isfinite, single)):
+        return [*single]
     two = _floats((moments.t, moments.e))
     return two if two and Moments.of(*two).parts() == moments.parts() else None
 
@@ -169,4 +172,5 @@ def _floats(numbers: Iterable[Fraction]) -> list[float] | None:
         found = [(float(each), each) for each in numbers]
     except OverflowError:
         return None
-    return [x for x, _ in found] if all(x == each for x, each in found) else None
+    exact = all(x.as_integer_ratio() == each.as_integer_ratio() for x, each in found)
+    return [x for x, _ in found] if exact else None

@@ -141,6 +141,13 @@ class Moments:
         """``e`` of each loss, of moments that were made by ``over``."""
         return self._pairs[1]
 
+    def single(self) -> tuple[float, float] | None:
+        """Σt and Σe of a single loss, if they are floats: the five sums follow from them."""
+        if len(self._pairs[0]) != 1 or self._power:
+            return None
+        (t,), (e,) = self._pairs
+        return (t, e) if isinstance(t, float) and isinstance(e, float) else None
+
     def parts(self) -> tuple[Fraction, ...]:
         """The five sums."""
         if self._parts is None:

@@ -69,10 +69,11 @@ class ViewCache:
         self._wanted = wanted
         self._seen: StoredView | None = None
         self._cost: float | None = None
+        self._spent = 0.0
 
     def keep(self, trace: Trace, step: int, budget: Budget) -> None:
         """Store a view of a trace: of the first one, and of later ones that are affordable."""
-        if not self._wanted or (self._cost is not None and budget.wait(self._cost)):
+        if not self._wanted or not self._affordable(budget):
             return
         begun = budget.clock()
         try:
@@ -86,6 +87,15 @@ class ViewCache:
             self._wanted = False
             caution(f"no view was kept: {error}; training goes on")
         self._cost = budget.clock() - begun
+        self._spent += self._cost
+
+    def _affordable(self, budget: Budget) -> bool:
+        """Whether the budget allows for a view; without one, views take no longer than traces."""
+        if self._cost is None:
+            return True
+        if budget.share is None:
+            return 2 * self._spent + self._cost <= budget.spent
+        return not budget.wait(self._cost)
 
     def last(self) -> StoredView | None:
         """The stored view, if there is one."""

@@ -1583,3 +1583,74 @@ KERNEL(256, split, Split) {
     *out = (unsigned short)((rest + 0x7fff + (rest >> 16 & 1)) >> 16);
   }
 }
+
+// How large tensors are ---------------------------------------------------------------------------
+
+#define SIZED_PER_BLOCK (256 * 64)
+
+struct SizedTensor {
+  const void* x;
+  i64 n, kind, first;  // elements in memory in any order
+  double *partial, *out;  // four numbers for each thread block, and of the tensor
+};
+typedef Jobs<SizedTensor, 64> SizedTensors;
+
+// Sums of squares, of sizes and of what is not 0, and the largest size. A sum of sizes is NaN if
+// one of them is, which the largest does not tell.
+struct Sizes {
+  double squares, most, count, sum;
+
+  __device__ __forceinline__ void take(double squared, double largest, double counted, double size) {
+    squares += squared;
+    most = fmax(most, largest);
+    count += counted;
+    sum += size;
+  }
+};
+
+// Over all threads of the block, always in the same order; thread 0 has the result.
+__device__ __forceinline__ void over_block(Sizes& mine) {
+  __shared__ double held[4][256];
+  const int t = threadIdx.x;
+  held[0][t] = mine.squares, held[1][t] = mine.most, held[2][t] = mine.count, held[3][t] = mine.sum;
+  for (int half = 128; half; half /= 2) {
+    __syncthreads();
+    if (t < half) {
+      const int other = t + half;
+      mine.take(held[0][other], held[1][other], held[2][other], held[3][other]);
+      held[0][t] = mine.squares, held[1][t] = mine.most, held[2][t] = mine.count, held[3][t] = mine.sum;
+    }
+  }
+}
+
+KERNEL(256, sizes, SizedTensors) {
+  const SizedTensor& own = c.mine();
+  const i64 block = blockIdx.x - own.first, from = block * SIZED_PER_BLOCK;
+  const i64 to = min(own.n, from + SIZED_PER_BLOCK);
+  Sizes all = {0, 0, 0, 0};
+  for (i64 i = from + threadIdx.x; i < to; i += 256) {
+    const unsigned short* narrow = (const unsigned short*)own.x;
+    const float x = own.kind == 0 ? ((const float*)own.x)[i]
+                    : own.kind == 3 ? of_bfloat(narrow[i]) : of_half(narrow[i]);
+    const double size = fabs((double)x);
+    all.take(size * size, size, x != 0, size);
+  }
+  over_block(all);
+  if (threadIdx.x) return;
+  double* out = own.partial + 4 * block;
+  out[0] = all.squares, out[1] = all.most, out[2] = all.count, out[3] = all.sum;
+}
+
+KERNEL(256, sizes_combined, SizedTensors) {
+  const SizedTensor& own = c.job[blockIdx.x];
+  const i64 blocks = (own.n + SIZED_PER_BLOCK - 1) / SIZED_PER_BLOCK;
+  Sizes all = {0, 0, 0, 0};
+  for (i64 i = threadIdx.x; i < blocks; i += 256) {
+    const double* part = own.partial + 4 * i;
+    all.take(part[0], part[1], part[2], part[3]);
+  }
+  over_block(all);
+  if (threadIdx.x) return;
+  own.out[0] = sqrt(all.squares), own.out[1] = all.sum != all.sum ? all.sum : all.most;
+  own.out[2] = all.count, own.out[3] = all.sum;
+}
