@@ -102,12 +102,15 @@ def broken(folder: Path) -> tuple[Path, Diagnosis]:
 
 
 class Sentence(nn.Module):
-    """Words, a layer of attention, and one number."""
+    """Words, layers of attention, and one number."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.words = nn.Embedding(12, 8)
-        self.body = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        sizes: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+        one = nn.TransformerEncoderLayer(8, 2, 16, **sizes)
+        more = (nn.TransformerEncoderLayer(8, 2, 16, **sizes) for _ in range(1, layers))
+        self.body = nn.Sequential(one, *more) if layers > 1 else one
         self.out = nn.Linear(8, 1)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -115,16 +118,16 @@ class Sentence(nn.Module):
         return found
 
 
-def attributed(folder: Path) -> tuple[Path, dict[str, Any]]:
+def attributed(folder: Path, layers: int = 1) -> tuple[Path, dict[str, Any]]:
     """A report with an attribution graph, and the graph."""
     torch.manual_seed(0)
-    model, text = Sentence(), ["the", "cat", "sat", "down"]
+    model, text = Sentence(layers), ["the", "cat", "sat", "down"]
     with gt.watch(model) as watch:
         words = model.words(torch.arange(4)[None])
         output = model(words)
     found = watch.attribute(output, {"words": words}, tokens={"words": text})
     graph = found.graph(nodes=1.0, edges=1.0)
-    file = folder / "attributed.html"
+    file = folder / f"attributed{layers}.html"
     found.trace.report(file, name="a sentence", attribution=graph)
     return file, graph.to_dict()
 

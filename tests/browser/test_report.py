@@ -171,6 +171,27 @@ def test_a_phone_shows_all_without_scrolling_sideways(network: pages.Made, look:
     assert visit.width() <= PHONE[0]
 
 
+def test_search_and_the_measure_of_the_tree_can_be_clicked_on_a_narrow_page(
+    network: pages.Made, look: Opener
+) -> None:
+    visit = look(network.file, NARROW)
+    page = visit.go()
+    for tab in TABS:
+        visit.tab(tab)
+        search = page.get_by_role("combobox", name="Search")
+        search.click()
+        search.fill("wide")
+        page.locator("#found-0").click()
+        visit.until(lambda: page.locator("#found-0").count() == 0)
+        page.locator(".drawer-button").click()
+        for name in ("|Gradient|", "Elements"):
+            button = page.get_by_role("button", name=name, exact=True)
+            button.click()
+            visit.until(lambda button=button: button.get_attribute("aria-pressed") == "true")
+        page.keyboard.press("Escape")
+        assert visit.width() <= NARROW[0]
+
+
 def test_a_place_can_be_sent_to_others(network: pages.Made, look: Opener) -> None:
     """All of the reader's place is in the address; back and forward work."""
     visit = look(network.file)
@@ -305,6 +326,31 @@ def test_the_attribution_tab_is_accessible(
     page = visit.go("tab=attribution&keep=100&node=1")
     accessible(visit, size)
     assert "What moves one number" in page.get_by_test_id("about").inner_text()
+
+
+@pytest.mark.parametrize("wide", [1700, WIDE[0], NARROW[0]])
+def test_a_wide_graph_shrinks_or_scrolls_inside_its_box(
+    wide: int, folder: Path, look: Opener
+) -> None:
+    file, graph = pages.attributed(folder, layers=2)
+    visit = look(file, (wide, 900))
+    page = visit.go("tab=attribution&keep=100")
+    columns = len({node["rank"] for node in graph["nodes"]})
+    assert columns > 7 and visit.width() <= wide
+    canvas, drawn = page.locator(".attribution-canvas"), page.locator(".attribution-canvas > svg")
+    inside, whole = (canvas.evaluate(f"each => each.{key}Width") for key in ("client", "scroll"))
+    scale = drawn.bounding_box()["width"] / float(drawn.get_attribute("width") or "nan")
+    assert 0.75 <= round(scale, 3) <= 1
+    if wide == 1700:
+        assert whole <= inside and scale < 1
+    else:
+        assert whole > inside and (wide == WIDE[0] or scale == 1)
+    box(page, "output").click()  # which scrolls there
+    page.get_by_test_id("chosen").wait_for()
+    at = box(page, "output").bounding_box()
+    edges = canvas.bounding_box()
+    assert edges["x"] <= at["x"] and at["x"] + at["width"] <= edges["x"] + edges["width"] + 1
+    assert visit.width() <= wide
 
 
 # Words -------------------------------------------------------------------------------------------

@@ -245,7 +245,14 @@ function Drawn({ graph, state, go }: { graph: Graph; state: View["state"]; go: V
           <span class="legend-item">widest: |score| {number(most)}</span>
         </div>
         <div class="attribution-canvas" tabIndex={0} role="group" aria-label="The graph; scroll, or move between boxes with the arrow keys">
-          <svg ref={box} width={width} height={height} viewBox={`0 0 ${width} ${height}`} data-export>
+          <svg
+            ref={box}
+            width={width}
+            height={height}
+            viewBox={`0 0 ${width} ${height}`}
+            style={{ "--whole": `${width}px` }}
+            data-export
+          >
             {[...edges].reverse().map((edge) => (
                 <path
                   class={`link ${sign(edge.score)}${dim(edge)}`}
