@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import gradtrace as gt
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
 from gradtrace.tools import tuning
 from gradtrace.tools.gradcheck import Check, Row, check
@@ -125,6 +127,20 @@ def test_right_gradients_pass(make: Callable[[], Made]) -> None:
     assert result.ok, str(result)
     assert set(verdicts(result).values()) == {"ok"}, str(result)
     assert max(row.error for row in result.rows) < 1e-4
+
+
+def test_nothing_slow_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch._dynamo`` takes seconds, and so does sympy, which ``torch.unravel_index`` imports."""
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    loss_fn, model = mlp()
+    check(loss_fn, model, sample=2)
+    with gt.watch(model) as watch:
+        loss = loss_fn(model)
+        nan = (model[0].weight * torch.nan).sum()
+    assert str(watch.conflicts({"a": loss, "b": -loss}))
+    assert str(watch.diagnose(nan))
+    assert "torch._dynamo" not in sys.modules
 
 
 @pytest.mark.parametrize("scale", [1e8, 1e-8])

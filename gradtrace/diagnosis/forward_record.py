@@ -35,6 +35,7 @@ from gradtrace.diagnosis.source_lines import (
 )
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
+from gradtrace.types import unravel
 
 EXITS = frozenset(
     ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__index__", "__complex__")
@@ -534,8 +535,7 @@ def first_bad(tensor: Tensor, given: list[Tensor]) -> Element | None:
     if not len(found):
         return None
     flat = int(found[0])
-    at = torch.tensor(flat, device="cpu")
-    index = tuple(int(i) for i in torch.unravel_index(at, tensor.shape))
+    index = unravel(flat, tuple(tensor.shape))
     described = [_input_at(each.detach(), tensor, index) for each in given]
     total, count = tensor.numel(), int((~tensor.isfinite()).sum())
     value = float(tensor.reshape(-1)[flat])

@@ -21,6 +21,7 @@ from gradtrace.diagnosis.forward_record import (
 )
 from gradtrace.diagnosis.nonfinite_advice import HELD, advice_for
 from gradtrace.diagnosis.result import Finding, NonFiniteValue, listed
+from gradtrace.types import unravel
 
 SHOWN_STEPS = 8
 """The most operations that the path of a bad value lists."""
@@ -138,8 +139,7 @@ def of_gradient(
         if hidden is not None:
             return hidden
     flat = int((~bad.isfinite()).reshape(-1).nonzero()[0])
-    at = torch.tensor(flat, device="cpu")
-    index = tuple(int(i) for i in torch.unravel_index(at, bad.shape))
+    index = unravel(flat, tuple(bad.shape))
     came = [f"a gradient of up to {x.largest:.4g} ({_dtype(x)})" for x in reached]
     return NonFiniteValue(
         "gradient",

@@ -15,6 +15,7 @@ from gradtrace.autodiff.names import enclosing, unused
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.printable import listed, printable
+from gradtrace.types import unravel
 
 WHOLE = "(all)"
 """The name of the row over all parameters."""
@@ -278,8 +279,8 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
         known = cosines[cosines.isfinite()]
         between = None
         if known.numel():
-            lowest = cosines.nan_to_num(torch.inf).argmin()
-            a, b = (int(at) for at in torch.unravel_index(lowest, cosines.shape))
+            lowest = int(cosines.nan_to_num(torch.inf).argmin())
+            a, b = unravel(lowest, tuple(cosines.shape))
             between = f"{self.terms[a]} and {self.terms[b]}"
         return (
             float(norms.max()),
@@ -324,9 +325,9 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
         found = []
         for row in self.rows:
             cosines = _cosines(row).nan_to_num(torch.inf)
-            lowest = cosines.argmin()
+            lowest = int(cosines.argmin())
             if row.name != WHOLE and cosines.flatten()[lowest] < AGAINST:
-                a, b = (int(at) for at in torch.unravel_index(lowest, cosines.shape))
+                a, b = unravel(lowest, tuple(cosines.shape))
                 found.append((row.cosine(a, b), self.terms[a], self.terms[b], row.name))
         return sorted(found)
 
@@ -338,7 +339,7 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
             by = "lowest cosine"
         elif by is None:
             cosines = _cosines(self._row(None)).nan_to_num(torch.inf)
-            a, b = (int(at) for at in torch.unravel_index(cosines.argmin(), cosines.shape))
+            a, b = unravel(int(cosines.argmin()), tuple(cosines.shape))
             pairs = list(combinations(range(len(self.terms)), 2))
             at = pairs.index((a, b)) if (a, b) in pairs else 0
             by = self.table().columns[2 + len(self.terms) + at].name

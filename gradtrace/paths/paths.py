@@ -22,7 +22,7 @@ from gradtrace.paths.path_search import PathEdge, PathFollower
 from gradtrace.paths.tensor_paths import TensorEdge
 from gradtrace.printable import printable
 from gradtrace.pytorch.random_state import seeded
-from gradtrace.types import Shape
+from gradtrace.types import Shape, unravel
 
 K = TypeVar("K")
 
@@ -404,23 +404,6 @@ def path_bits(
         for position, value in block.gives.items():
             bits[value] = bits.get(value, 0) | bits_of.position.get((number, position), 0)
     return bits, slices
-
-
-def unravel(element: int, shape: Shape) -> Shape:
-    """The multi-index of an element's flat index."""
-    found = []
-    for size in reversed(shape):
-        found.append(element % size)
-        element //= size
-    return tuple(reversed(found))
-
-
-def ravel(index: Sequence[int], shape: Shape) -> int:
-    """The flat index of a multi-index."""
-    number = 0
-    for i, size in zip(index, shape):
-        number = number * size + i
-    return number
 
 
 PERMUTED_MAX_ELEMENTS = 1 << 16

@@ -18,7 +18,7 @@ from gradtrace.errors import GradtraceError, TooLarge, UnknownName
 from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
 from gradtrace.measures.choosing import all_choices
-from gradtrace.paths.paths import Path, Paths, PathStep, ravel, unravel
+from gradtrace.paths.paths import Path, Paths, PathStep
 from gradtrace.report.attribution import Graph
 from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.training import timing as of_timing
@@ -27,6 +27,7 @@ from gradtrace.runs import history
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.types import ravel, unravel
 
 KIND = "trace"
 VIEW = "view"

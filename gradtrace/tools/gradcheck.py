@@ -18,6 +18,7 @@ from gradtrace.printable import printable
 from gradtrace.pytorch.wrapped_modules import named_parameters, refuse_lazy
 from gradtrace.tools import tuning
 from gradtrace.tools.loss_evaluator import LossEvaluator, LossFn, evaluating
+from gradtrace.types import unravel
 
 Progress = Callable[[int, int], None]
 VERDICTS = ("unreached", "ok", "kink", "wrong")
@@ -362,8 +363,7 @@ def _probes(
 
     one = torch.ones(1, dtype=torch.float64)
     found = [
-        probe(at.reshape(1), one, tuple(map(int, torch.unravel_index(at, parameter.shape))))
-        for at in order[:sample]
+        probe(at.reshape(1), one, unravel(int(at), tuple(parameter.shape))) for at in order[:sample]
     ]
     rest = order[sample:]
     if len(rest):

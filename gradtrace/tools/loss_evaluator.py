@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import nodes
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
-from gradtrace.pytorch.global_switches import DOUBLE, EAGER
+from gradtrace.pytorch.global_switches import DOUBLE, eager
 from gradtrace.pytorch.side_effects import WriteLog, same_draws
 from gradtrace.tools import tuning
 
@@ -52,7 +52,7 @@ Moves = Mapping[nn.Parameter, tuple[Tensor, Tensor]]
 @contextlib.contextmanager
 def evaluating(loss_fn: LossFn, model: nn.Module, seed: int) -> Iterator[LossEvaluator]:
     """A ``LossEvaluator``; afterwards the model and the random generators are as before."""
-    with DOUBLE, EAGER, torch.enable_grad(), same_draws(model) as reseed:
+    with DOUBLE, eager(), torch.enable_grad(), same_draws(model) as reseed:
         yield LossEvaluator(loss_fn, model, functools.partial(reseed, seed))
 
 

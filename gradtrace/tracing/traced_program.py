@@ -21,10 +21,11 @@ from gradtrace.kernels import Backend, backend_of
 from gradtrace.linops import Cut, Identity, Index, Reduce, Slot
 from gradtrace.linops.read_through import AwayView, sharded_model, views_of
 from gradtrace.paths.path_search import PathFollower
-from gradtrace.paths.paths import Builder, ravel
+from gradtrace.paths.paths import Builder
 from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
+from gradtrace.types import ravel
 
 
 @dataclass
