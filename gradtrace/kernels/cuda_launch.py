@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from gradtrace.kernels import cuda_cache
+
 SOURCES = Path(__file__).with_name("cuda")
 MAX_DYNAMIC_SHARED_BYTES_ATTRIBUTE = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
@@ -218,15 +220,27 @@ def _compiles(device: int, file: str) -> bool:
 @cache
 def _module(device: int, file: str, defines: tuple[str, ...]) -> ctypes.c_void_p:
     """All kernels of a file, compiled as one module."""
-    from torch.cuda._utils import _nvrtc_compile
-
-    text = source(file, defines)
+    text, module = source(file, defines), ctypes.c_void_p()
+    about = (
+        torch.__version__,
+        str(torch.version.cuda),
+        str(torch.cuda.get_device_capability(device)),
+    )
     with torch.cuda.device(device):
         torch.zeros((), device=f"cuda:{device}")  # creates the CUDA context
-        binary = _binary(_nvrtc_compile(text, names(text)[0]))
-        module = ctypes.c_void_p()
-        _checked(_driver().cuModuleLoadData(ctypes.byref(module), binary))
+        for again in (False, True):
+            binary = cuda_cache.binary((text, *about), lambda: _compiled(text), again)
+            code = _driver().cuModuleLoadData(ctypes.byref(module), binary)
+            if not code:
+                break
+        _checked(code)
     return module
+
+
+def _compiled(text: str) -> bytes:
+    from torch.cuda._utils import _nvrtc_compile
+
+    return _binary(_nvrtc_compile(text, names(text)[0]))
 
 
 def _binary(result: bytes | tuple[bytes, str]) -> bytes:

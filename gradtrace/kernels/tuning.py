@@ -90,3 +90,6 @@ SPACE_WORDS = 1 << 16
 
 PAIRED_SUMS_MAX_ELEMENTS = 4096
 """The longest lines of which a GPU sums all pairs; above, sorting them is faster."""
+
+CACHED_BINARIES = 64
+"""The most compiled kernels of all versions and GPUs that are kept in the user's cache folder."""
