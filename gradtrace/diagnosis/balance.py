@@ -61,11 +61,22 @@ SHOWN_CODE = 60
 """The most characters of an expression that names a term."""
 
 
+def is_in_a_branch(flow: Flow) -> bool:
+    """Whether a gradient that vanishes does so in a branch: another module that the model begins
+    with, which hands it to no other, gets one of usual size.
+    """
+    begins = [row for row in flow.rows if row.module and row.own is not None and row.handed is None]
+    most = max((row.norm for row in flow.rows), default=0.0)
+    return any(row.norm > most / FAR_FACTOR and not row.verdict for row in begins)
+
+
 def flow_findings(flow: Flow) -> Iterator[Finding]:
     """What ``flow`` says of gradients that vanish, explode, or are mostly 0."""
     for text in flow.findings:
         word, _, sentence = text.partition(": ")
         if word not in VERDICTS:
+            continue
+        if word == "Vanishing" and not sentence.startswith(REPEATED) and is_in_a_branch(flow):
             continue
         ends = dict.fromkeys(re.findall(r"'([^']*)'", sentence.partition("; ")[0]))
         evidence, advice = sentence.partition(". ")[0], VERDICTS[word]

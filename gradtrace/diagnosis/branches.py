@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gradtrace.autodiff.nodes import ACCUMULATE, Node
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
+from gradtrace.diagnosis.balance import is_in_a_branch
 from gradtrace.diagnosis.forward_record import ForwardRecord
 from gradtrace.diagnosis.result import Finding, common_module, listed
 from gradtrace.diagnosis.zeros import kind_of
@@ -41,7 +42,8 @@ class Branches:
         """Modules that get over 1,000 times less than those beside them: a note where that is the
         doing of a small factor which is itself trained (LayerScale).
         """
-        if any(text.startswith("Vanishing") for text in self.flow.findings):
+        vanishes = any(text.startswith("Vanishing") for text in self.flow.findings)
+        if vanishes and not is_in_a_branch(self.flow):
             return
         rows = [row for row in self.flow.rows if row.verdict == "vanishing"]
         rows = [row for row in rows if row.module and row.module not in self.told]

@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
 from gradtrace.diagnosis.forward_record import ForwardRecord, Operation, plain
 from gradtrace.diagnosis.result import Finding
 
@@ -165,7 +163,7 @@ def _broadcast(record: ForwardRecord, operation: Operation) -> Iterator[Finding]
     for later in record.uses(record.below(operation.outputs)):
         if later.module and not around.startswith(later.module + "."):
             return  # it goes on into another module: no loss yet
-    n, whole = row[0], tuple(torch.broadcast_shapes(row, column))
+    n, whole = row[0], tuple(map(max, (1, *row), column))
     at = -1 if len(row) == 1 else column.index(1)
     yield Finding(
         "loss",

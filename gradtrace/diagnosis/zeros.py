@@ -148,8 +148,8 @@ class ZeroFinder:
         node, child = found[0]
         operation = None if self.record is None else self.record.of_node(sequence_of(node))
         reason = self._reason(node, child)
-        if operation is not None and reason is Reason.SATURATED:
-            reason = self._bounded(node, operation)
+        if operation is not None and reason in (Reason.SATURATED, Reason.NOT_SELECTED):
+            reason = self._bounded(node, operation, reason)
         if reason is Reason.DEAD_RELU and operation is not None and not operation.inside:
             reason = Reason.CONSTANT if self._is_loss(node) else reason
         if reason is Reason.ZERO_FACTOR and is_placeholder(self.record, operation):
@@ -165,20 +165,20 @@ class ZeroFinder:
             self._severity(node, child, reason),
         )
 
-    def _bounded(self, node: Node, operation: Operation) -> Reason:
+    def _bounded(self, node: Node, operation: Operation, reason: Reason) -> Reason:
         """What it means that a function with bounds makes zeros: a clamp at 0 is a ReLU; that of a
         softmax over one class, which is 1 always, tells of that.
         """
-        bounds = kind_of(node).startswith(("Clamp", "Hardtanh", "Hardswish"))
+        bounds = kind_of(node).startswith(("Clamp", "Hardtanh", "Hardswish", "Maximum"))
         if bounds and self._is_nothing(operation):
             return Reason.DEAD_RELU
         if not bounds or self.record is None or not operation.inputs:
-            return Reason.SATURATED
+            return reason
         maker = value_maker(self.record, operation.inputs[0])
         made = () if maker is None or "softmax" not in maker.name else maker.outputs
         extents = [self.record.extent(value) for value in made]
         one = any(each is not None and each.shape[-1:] == (1,) for each in extents)
-        return Reason.ONE_CLASS if one else Reason.SATURATED
+        return Reason.ONE_CLASS if one else reason
 
     def _is_loss(self, node: Node) -> bool:
         """Whether the loss is a sum or a mean of what an operator gives, and of nothing else."""

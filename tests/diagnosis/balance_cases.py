@@ -260,3 +260,19 @@ def recurrence_that_forgets() -> Any:
 
     model, x = Reader(), torch.randint(20, (4, 60))
     return model, lambda: F.cross_entropy(model(x), torch.arange(4) % 3)
+
+
+@case("branch", "other", line=True)
+def branch_that_the_model_begins_with() -> Any:
+    """It lies deepest, behind its factor: nothing vanishes on the way to what lies beside it."""
+
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            beside = 1e-7 * self.other(x)  # HERE
+            return self.head(self.enc(x) + beside)
+
+    return training(Two())

@@ -790,6 +790,16 @@ def relu6_that_is_closed() -> Any:
     return training(Closed())
 
 
+@case("dead ReLU", "enc")
+def maximum_with_zero() -> Any:
+    class Closed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.maximum(self.enc(x) - 1e3, torch.zeros(()))  # HERE
+            return self.head(h + x.mean())
+
+    return training(Closed())
+
+
 @case("softmax over one class", "enc", "out")
 def chance_of_the_only_class() -> Any:
     """It is 1, and lies outside of the bounds that are to keep the logarithm finite."""
