@@ -251,12 +251,18 @@ def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tens
     kinds: dict[tuple[Any, ...], int] = {}
     rows: list[tuple[int, int]] = []
     numbers: list[tuple[float, float, float]] = []
+    known: dict[tuple[int, str], tuple[int, int]] = {}  # by id: paths that meet share their steps
     for path in paths:
-        for n, step in enumerate(path.steps):
-            leaf = path.name if n == 0 else ""
-            key = (step.operator, step.module, step.call, step.shape, leaf)
-            rows.append((kinds.setdefault(key, len(kinds)), ravel(step.index, step.shape)))
+        leaf = path.name
+        for step in path.steps:
+            row = known.get((id(step), leaf))
+            if row is None:
+                key = (step.operator, step.module, step.call, step.shape, leaf)
+                row = kinds.setdefault(key, len(kinds)), ravel(step.index, step.shape)
+                known[id(step), leaf] = row
+            rows.append(row)
             numbers.append((step.derivative, step.gradient, step.share))
+            leaf = ""
     names = ("operator", "module", "call", "shape", "leaf")
     return [dict(zip(names, key)) for key in kinds], {
         "lengths": torch.tensor([len(path) for path in paths], dtype=torch.int64, device="cpu"),

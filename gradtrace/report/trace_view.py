@@ -12,6 +12,7 @@ from gradtrace.components.components import Component, ComponentSelection
 from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.ir.program import Program
 from gradtrace.measures.agreement import warning_of
+from gradtrace.measures.measures import Measures
 from gradtrace.measures.table_source import by_other_rules
 from gradtrace.report import model
 from gradtrace.report.building import view
@@ -29,7 +30,7 @@ from gradtrace.report.tuning import (
     SMALL,
 )
 from gradtrace.tracing.counting import component_finder, counted, counted_sample
-from gradtrace.tracing.coverage import Coverage, measured
+from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.traced_program import TracedProgram
 
@@ -49,7 +50,7 @@ def is_large(program: Program) -> bool:
 
 
 def view_of(
-    traced: TracedProgram,
+    traced: Measures,
     sample: int,
     seed: int,
     small: bool = False,
@@ -67,7 +68,7 @@ def view_of(
         )
     found = None
     if traced.granularity == "scalar":
-        coverage = measured(traced, min(sample, COVERED_ELEMENTS), seed)
+        coverage = traced.coverage(min(sample, COVERED_ELEMENTS), seed)
         found = _coverage(coverage, "" if small else _contradictions(traced, tables[""]))
         notes += found.words
     source = Source(traced, tables, (*traced.notes, *notes))
