@@ -275,10 +275,10 @@ class Session:
         """
         _one_of("nonfinite", nonfinite, "raise", "allow")
         table, known = self.name_table, checked_terms(terms)
-        device = next(iter(known.values()))[0].device
+        backend = backend_of(next(iter(known.values()))[0])
         held = sum(x.numel() * x.itemsize for x, _ in table.leaves.values() if x.requires_grad)
         what = f"to hold the gradients of {len(known):,} terms"
-        memory.see(held * len(known), device, what, "compare fewer at a time")
+        memory.see(held * len(known), backend, what, "compare fewer at a time")
         gradients = {name: self._term_gradient(name, *each) for name, each in known.items()}
         RECENT.refresh()
         leaves = {id(x): x for x, _ in table.leaves.values() if x.requires_grad}

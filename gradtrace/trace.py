@@ -273,7 +273,7 @@ class Trace(Measures):
         """
         self.check_unchanged()
         what, remedy = "measuring flow", "trace fewer samples at a time"
-        memory.see(memory.streaming(self.program), self.device, what, remedy)
+        memory.see(memory.streaming(self.program), self.backend, what, remedy)
         return flow_of(self.program, self.names, self.modules)
 
     # Output ------------------------------------------------------------------------------------

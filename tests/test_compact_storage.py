@@ -17,7 +17,7 @@ from gradtrace.benchmarks import cases
 from gradtrace.errors import TooLarge
 from gradtrace.ir import memory
 from gradtrace.ir.plan import Join
-from gradtrace.kernels import Cuda, Reference, cuda_launch, cuda_tiling, tuning
+from gradtrace.kernels import Cuda, Reference, backend_of, cuda_launch, cuda_tiling, tuning
 from gradtrace.linops import Contract, Identity
 from gradtrace.trace import Trace
 from gradtrace.tracing import compact_storage, executor
@@ -260,7 +260,7 @@ def test_what_is_needed_is_told_for_narrow_marks() -> None:
 
 def test_a_budget_says_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda device: 1000)
-    here = torch.device("cpu")
+    here = backend_of(torch.device("cpu"))
     assert not memory.short(500, here) and memory.short(501, here)
     assert memory.short(500, here, 999) and not memory.short(500, here, 1000)
     assert memory.short(1, here, 0) and not memory.short(0, here, 0)

@@ -12,6 +12,7 @@ from gradtrace.ir import memory
 from gradtrace.ir.memory import ID_BYTES
 from gradtrace.ir.passes import storage
 from gradtrace.ir.passes.provenance import analyse_provenance
+from gradtrace.kernels import backend_of
 from gradtrace.trace import Trace
 from gradtrace.tracing import tally, uniform_tally
 from gradtrace.tracing.counting import component_finder
@@ -102,9 +103,9 @@ def test_too_large_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_this_machine_tells_how_much_is_free() -> None:
-    free = memory.available(torch.device("cpu"))
+    free = memory.available(backend_of(torch.device("cpu")))
     assert free is None or 0 < free < 1 << 60
-    assert memory.available(torch.device("meta")) is None
+    assert memory.available(backend_of(torch.device("meta"))) is None
 
 
 def test_gradients_are_kept_within_bounds() -> None:
@@ -145,23 +146,23 @@ def test_on_a_gpu_what_pytorch_has_reserved_and_nobody_uses_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Card(monkeypatch, 100, 1000, 300, 700)
-    assert memory.available(GPU) == 100 + 400
+    assert memory.available(backend_of(GPU)) == 100 + 400
     Card(monkeypatch, 100, 1000, 300, 700, share=0.5)
-    assert memory.available(GPU) == 500 - 300
+    assert memory.available(backend_of(GPU)) == 500 - 300
     Card(monkeypatch, 0, 1000, 300, 300, share=0.2)
-    assert memory.available(GPU) == 0
+    assert memory.available(backend_of(GPU)) == 0
     Card(monkeypatch, 100, 1000, 300, 700)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
-    assert memory.available(GPU) == 100  # nobody has used it yet
+    assert memory.available(backend_of(GPU)) == 100  # nobody has used it yet
 
 
 def test_errors_name_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, 1 << 20, 1 << 30, 0, 0)
     wanted = r"^a takes about 2\.0 MiB on the GPU \(cuda:0, H200\), and 1\.0 MiB are free; b$"
     with pytest.raises(TooLarge, match=wanted):
-        memory.see(2 << 20, GPU, "a", "b")
+        memory.see(2 << 20, backend_of(GPU), "a", "b")
     wanted = r"^a ran out of memory on the GPU \(cuda:0, H200\) \(1\.0 MiB are free now\); b$"
-    with pytest.raises(TooLarge, match=wanted), memory.within(GPU, "a", "b"):
+    with pytest.raises(TooLarge, match=wanted), memory.within(backend_of(GPU), "a", "b"):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 

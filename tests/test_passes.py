@@ -24,7 +24,7 @@ from gradtrace.ir.passes.provenance import ComponentBits, ProvenanceBounds, anal
 from gradtrace.ir.passes.storage import choose_storage
 from gradtrace.ir.plan import NO_LIMIT, Encoding, Plan, Storage
 from gradtrace.ir.program import Program, Step
-from gradtrace.kernels import tuning
+from gradtrace.kernels import backend_of, tuning
 from gradtrace.linops import Map
 from gradtrace.recording.record import DENSE_MAX_ENTRIES, record
 from gradtrace.semirings import COUNT, MAX, SUM
@@ -205,7 +205,10 @@ def test_storage_is_chosen_by_memory(
 ) -> None:
     program = optimise.simplified(recorded(0))
     monkeypatch.setattr(memory, "available", lambda device: 1 << 40)
-    assert choose_storage(program, True, budget, "this", "less").compact is compact
+    assert (
+        choose_storage(program, backend_of(program.seed), True, budget, "this", "less").compact
+        is compact
+    )
 
 
 # Plans hold no tensors ---------------------------------------------------------------------------

@@ -110,14 +110,14 @@ def _workspace(spec: str, x: Shape, w: Shape, backend: Backend) -> int:
 
 
 def ample(
-    program: Program, device: torch.device, budget: int | None = None, sized: bool = False
+    program: Program, backend: Backend, budget: int | None = None, sized: bool = False
 ) -> bool:
     """Whether a streaming pass fits even if no value is ever freed, and, with ``sized``, all have
     sizes. Cheaper than ``streaming``.
     """
     values, sizes = step_bytes(program)
     most = values + (sizes if sized else 0)
-    return not short(most + backend_of(device).workspace_max_bytes(), device, budget)
+    return not short(most + backend.workspace_max_bytes(), backend, budget)
 
 
 def step_bytes(program: Program) -> tuple[int, int]:
@@ -197,38 +197,35 @@ def recording(loss: Tensor) -> RecordingBytes:
 
 
 def see_recording(
-    loss: Tensor, keep: int, known: RecordingBytes | None = None
+    loss: Tensor, backend: Backend, keep: int, known: RecordingBytes | None = None
 ) -> RecordingBytes | None:
     """Raise TooLarge for a loss whose program does not fit in memory. Returns the estimate, which
     is made unless it is ``known`` or much memory is free.
     """
-    device = loss.device
-    free = available(device)
-    held = backend_of(device).held_bytes()
+    free, held = available(backend), backend.held_bytes()
     if free is None or (held is not None and free >= AMPLE_FREE_RATIO * held):
         return known  # a backward pass holds about as much as the forward pass saved
     remedy = "trace fewer samples at a time; the model itself may be as large as it is"
     needed = recording(loss) if known is None else known
-    see(needed.with_kept(keep), device, "recording the backward pass", remedy, free)
+    see(needed.with_kept(keep), backend, "recording the backward pass", remedy, free)
     return needed
 
 
-def available(device: torch.device) -> int | None:
-    """How many bytes can still be allocated on a device; None if unknown."""
-    return backend_of(device).free_bytes()
+def available(backend: Backend) -> int | None:
+    """How many bytes can still be allocated on a backend's device; None if unknown."""
+    return backend.free_bytes()
 
 
-def short(needed: int, device: torch.device, budget: int | None = None) -> bool:
+def short(needed: int, backend: Backend, budget: int | None = None) -> bool:
     """Whether less than ``MIN_FREE_RATIO`` times ``needed`` is free, or in the budget if given."""
-    free = available(device) if budget is None else budget
+    free = available(backend) if budget is None else budget
     return free is not None and MIN_FREE_RATIO * needed > free
 
 
-def see(needed: int, device: torch.device, what: str, remedy: str, free: int | None = None) -> None:
+def see(needed: int, backend: Backend, what: str, remedy: str, free: int | None = None) -> None:
     """Raise TooLarge if ``needed`` bytes are not free; ``free`` is queried if not given."""
-    free = available(device) if free is None else free
+    free = available(backend) if free is None else free
     if free is not None and needed > free:
-        backend = backend_of(device)
         where = "" if backend.host else f" on {backend.label}"
         raise TooLarge(
             f"{what} takes about {spelt(needed)}{where}, and {spelt(free)} are free; {remedy}"
@@ -236,7 +233,7 @@ def see(needed: int, device: torch.device, what: str, remedy: str, free: int | N
 
 
 @contextmanager
-def within(device: torch.device, what: str, remedy: str) -> Iterator[None]:
+def within(backend: Backend, what: str, remedy: str) -> Iterator[None]:
     """Turn an out-of-memory error into TooLarge with a remedy. Needed despite the estimates, since
     other processes use memory too.
     """
@@ -245,8 +242,6 @@ def within(device: torch.device, what: str, remedy: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not memory_limits.ran_out(error):
             raise
-        free = available(device)
+        free = available(backend)
         left = "" if free is None else f" ({spelt(free)} are free now)"
-        raise TooLarge(
-            f"{what} ran out of memory on {backend_of(device).label}{left}; {remedy}"
-        ) from error
+        raise TooLarge(f"{what} ran out of memory on {backend.label}{left}; {remedy}") from error

@@ -43,7 +43,7 @@ def decomposed(traced: TracedProgram, chosen: ComponentSelection) -> Decompositi
     """The decomposition of a trace's gradient by the chosen components."""
     routes = ComponentRoutes.of(traced.program, chosen.components, chosen.component_bits)
     totals = Totals.of(traced, chosen, routes)
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
         for wanted in _sweeps(traced, routes):
             totals.add(components_in(wanted), list(_products(traced, routes, wanted)))
     return totals.result(ThroughSource(traced, routes, totals.names))
@@ -60,7 +60,7 @@ def _sweeps(traced: TracedProgram, routes: ComponentRoutes) -> Iterator[int]:
     """The components (bits) of each sweep: all, or as many as fit into memory. Then every two of
     them meet in some sweep, since their inner product is wanted.
     """
-    free = memory.available(traced.device) if traced.budget is None else traced.budget
+    free = memory.available(traced.backend) if traced.budget is None else traced.budget
     free = None if free is None else free // memory.MIN_FREE_RATIO
     groups = 1
     while free is not None and groups < routes.count:

@@ -283,7 +283,7 @@ def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSel
         return rescaled(semiring, program, run)
 
     precise = exact(*semiring.weigh(program.seed))  # here once, and not at every product
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY), precise:
+    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY), precise:
         found = finitely(program, measured)
     runs = [(each, entries, _Eligible.of(each, entries, owned)) for each in found]
 
@@ -343,7 +343,7 @@ def cancellation_of(traced: TracedProgram) -> float:
 
         return rescaled(Abs(), program, run)
 
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
         (found,) = finitely(program, measured)
         size = gradient_size(program)
     mass = in_units(sum(found.leaves.values()), found.power)
@@ -358,7 +358,8 @@ def lifted(semiring: Semiring, program: Program, tails: dict[int, int]) -> Semir
     """The semiring with absolute values of the weights that both passes read, where it takes a
     launch to compute each.
     """
-    if semiring != Abs() or not backend_of(program.seed).synchronises:
+    backend = backend_of(program.seed)
+    if semiring != Abs() or not backend.synchronises:
         return semiring
     weights = []
     for step in program.steps():
@@ -366,7 +367,7 @@ def lifted(semiring: Semiring, program: Program, tails: dict[int, int]) -> Semir
             map_ = program.maps[at]  # its subclasses gather or copy a weight when it is read
             if isinstance(map_, (Scale, Contract)) and type(map_) in (Scale, Contract):
                 weights += [map_.weight] if isinstance(map_.weight, Tensor) else []
-    free = memory.available(program.seed.device)
+    free = memory.available(backend)
     return LiftedAbs.of(weights, sys.maxsize if free is None else free // LIFTED_PART)
 
 

@@ -117,7 +117,7 @@ def spectrum_of(traced: TracedProgram, by: str, p: float, of: str | None) -> Spe
         )
     leaves = list(traced.program.leaves) if of is None else [traced.leaf(of)]
     grading = Grading.of(traced.program, kind, leaves)
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
         given = {leaf.value: leaf.gradient() for leaf in leaves}
         square = sum(fetch_scalars([_inner(g, g) for g in given.values()]))
         masses, inner, parts = finitely(

@@ -371,7 +371,7 @@ class ThroughSource:
         traced.check_unchanged()
         wanted = {traced.leaf(leaf).value} if leaf is not None else set(traced.names)
         program, found = traced.program, dict[str, Tensor]()
-        with memory.within(traced.device, WHAT, REMEDY):
+        with memory.within(traced.backend, WHAT, REMEDY):
             known = program.constants.known_gradients()
             sweep = ThroughSweep(self.routes, 1 << number + 1, known, defers=True)
             sweep.values[program.root] = program.seed

@@ -323,7 +323,7 @@ def recorded(
 
     def attempt(recording: KeptRecording) -> Program:
         recording.check(backend.synchronises, keep)
-        needed = see_recording(loss, keep, recording.needed)
+        needed = see_recording(loss, backend, keep, recording.needed)
         program = replayed(recording, loss, seed, name_table, clear_since, backend.checks())
         recording.needed = needed  # the same for all losses that are replayed
         return program
@@ -333,7 +333,7 @@ def recorded(
         program, reason = RECORDINGS.replayed(key, attempt)
     if program is not None:
         return program  # of the same types of nodes, so that there are no DTensors to look for
-    see_recording(loss, keep)
+    see_recording(loss, backend, keep)
     plain_model = name_table.sharded is None and not in_use()
     make = ProgramRecorder if plain_model else recorder_of(loss, name_table)
     options = (loss, seed, name_table, watch, order, limit, opaque, keep, bare, make)

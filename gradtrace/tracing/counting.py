@@ -77,8 +77,8 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
     if traced.granularity == "scalar":
         kept, budget = traced.uses_kept, traced.budget
         edges = facts.bounds(traced.program) if traced.rule == "edge" else None
-        storage = choose_storage(traced.program, kept, budget, WHAT, REMEDY, edges)
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+        storage = choose_storage(traced.program, traced.backend, kept, budget, WHAT, REMEDY, edges)
+    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
         uniform = _uniform_tally(traced, facts, storage)
         if uniform is not None:
             sums = uniform.counted(traced.program.constants, traced.backend)
@@ -106,9 +106,9 @@ def counted_rows(
     """``counted``, over random rows of large leaves: a part of their rows, or so many."""
     part, sampled = rows_kept(traced, checked_rows(leaf_rows), seed)
     facts = part.kept.facts(chosen)
-    storage = choose_storage(part.program, part.uses_kept, part.budget, WHAT, REMEDY)
+    storage = choose_storage(part.program, part.backend, part.uses_kept, part.budget, WHAT, REMEDY)
     tally = Tally(facts, part.program, 1, part.backend, storage.batch_bytes)
-    with torch.no_grad(), memory.within(traced.device, WHAT, REMEDY):
+    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
         for found, gradient in _traced_leaves(part, facts, storage):
             leaf = sampled.get(found.leaf.value)
             if leaf is None:

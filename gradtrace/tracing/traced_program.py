@@ -172,10 +172,10 @@ class TracedProgram:
 
     def _path_budget(self) -> int | None:
         """The budget in bytes for values while paths are followed; None: all fit."""
-        free = memory.available(self.device)
+        free = memory.available(self.backend)
         needed, whole = self._path_bytes()
         remedy = "trace fewer samples at a time"
-        memory.see(needed, self.device, "following paths", remedy, free)
+        memory.see(needed, self.backend, "following paths", remedy, free)
         free = free if self.budget is None else self.budget
         return None if free is None or whole <= free else free // 2
 

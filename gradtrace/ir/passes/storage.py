@@ -8,10 +8,12 @@ from gradtrace.ir.passes.provenance import ProvenanceBounds
 from gradtrace.ir.passes.schedule import partial_sums
 from gradtrace.ir.plan import Storage
 from gradtrace.ir.program import Program
+from gradtrace.kernels import Backend
 
 
 def choose_storage(
     program: Program,
+    backend: Backend,
     kept: bool,
     budget: int | None,
     what: str,
@@ -24,18 +26,17 @@ def choose_storage(
 
     Raises TooLarge if it does not fit into memory; ``what`` and ``remedy`` are for the message.
     """
-    device = program.seed.device
-    free = memory.available(device)
+    free = memory.available(backend)
     room = free if budget is None else budget
-    if budget is None and memory.ample(program, device, room, edges is not None):
+    if budget is None and memory.ample(program, backend, room, edges is not None):
         return Storage(batch_bytes=memory.LEAF_BATCH_MAX_BYTES)
     sized = set[int]() if edges is None else _sized(program, edges)
     needed = memory.streaming(program, kept, sized=sized)
-    compact = memory.short(needed, device, room)
+    compact = memory.short(needed, backend, room)
     if compact:
         needed = memory.streaming(program, kept, compact, sized)
     if compact or budget is not None:  # else memory is ample
-        memory.see(needed, device, what, remedy, free)
+        memory.see(needed, backend, what, remedy, free)
     # if memory is not short, at least ``needed`` bytes are left for pending leaves
     return Storage(compact, 0 if compact else min(memory.LEAF_BATCH_MAX_BYTES, needed))
 
