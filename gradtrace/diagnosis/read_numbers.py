@@ -45,7 +45,7 @@ class ReadNumbers:
         """The values that a number was made of, as far as that is certain."""
         if number in self._same:
             return [self._same[number]]
-        if number == 0 or number - number != 0:
+        if not _finite(number) or _is_short(number):  # which somebody may have written as it is
             return []
         for read in self._lines.values():
             if found := _summands(number, reversed(read)):
@@ -66,6 +66,7 @@ def _summands(number: float, read: Iterable[tuple[float, int]]) -> list[int]:
 
 
 def _finite(number: float) -> bool:
+    """Whether a number is neither 0 nor infinite nor NaN."""
     return number != 0 and number - number == 0
 
 

@@ -144,3 +144,5 @@ def test_numbers_that_anybody_may_have_written_are_nobodys() -> None:
     for number in (0.25, 0.5, 0.0, float("nan"), float("inf"), 1e-3):
         read.add(number, 1, "line")
     assert not any(read.values(each) for each in (0.75, 0.125, 1e-4, 0.0, 3.0, float("-inf")))
+    read.add(0.7318, 2, "line")
+    assert read.values(0.3 * 0.7318) == [2] and not read.values(0.3)
