@@ -277,7 +277,8 @@ def test_a_network_is_trained_on_until_it_has_converged() -> None:
     """Its end is a cell of its own, and joins the steps before it."""
     asked = planted.cells(planted.FULL, 1)
     assert [c["looks"][-1] for c in asked if c["network"] == "gates"] == [400, 3200] * 4
-    assert len({json.dumps(c, sort_keys=True) for c in asked}) == len(asked) == 19
+    assert [c["looks"][-1] for c in asked if c["kind"] == "16"] == [400, 3200, 12_800]
+    assert len({json.dumps(c, sort_keys=True) for c in asked}) == len(asked) == 20
     some = [cell("views", seed=s, looks=looks) for s in range(2) for looks in ([0, 4], [8])]
     made = [Row(c, planted.measure(c, nothing)) for c in some]
     (found,) = planted._questions(made[::-1])
