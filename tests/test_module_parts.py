@@ -224,7 +224,7 @@ def test_whole_tensors_have_no_heads() -> None:
 
 
 class Stacked(nn.Module):
-    """Experts stacked in two parameters, multiplied one by one or in one batch."""
+    """Experts stacked in two parameters, multiplied one by one, in one batch or row by row."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -238,6 +238,9 @@ class Stacked(nn.Module):
             every = torch.bmm(torch.bmm(x.expand(4, -1, -1), self.up.mT).tanh(), self.down.mT)
             mask = F.one_hot(chosen, 4).double() * gate
             return torch.einsum("end,ne->nd", every, mask)
+        if self.how == "gathered":
+            inner = torch.bmm(self.up[chosen], x.unsqueeze(-1)).tanh()
+            return torch.bmm(self.down[chosen], inner).squeeze(-1) * gate
         out = torch.zeros_like(x)
         hit = chosen.unique()  # by tensors, as transformers does, or by numbers
         for e in hit if self.how == "tensors" else hit.tolist():
@@ -285,7 +288,7 @@ class Mixture(nn.Module):
         return h + self.moe(h, gate.unsqueeze(-1), chosen)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("how", ["loop", "tensors", "batched"])
+@pytest.mark.parametrize("how", ["loop", "tensors", "batched", "gathered"])
 @pytest.mark.parametrize("allowed", [2, 4])
 def test_stacked_experts_are_those_of_a_list(how: str, allowed: int) -> None:
     """Also where two of the four are never chosen."""
@@ -313,10 +316,11 @@ def test_stacked_experts_are_those_of_a_list(how: str, allowed: int) -> None:
             assert first.count.t == second.count.t
 
 
-def test_which_experts_were_chosen_is_found_anew() -> None:
+@pytest.mark.parametrize("how", ["tensors", "gathered"])
+def test_which_experts_were_chosen_is_found_anew(how: str) -> None:
     """Two losses of one structure, whose tokens went to other experts."""
     x = torch.randn(5, 3, dtype=torch.float64)
-    model = Mixture(Stacked("tensors"))
+    model = Mixture(Stacked(how))
     for wanted in (0, 3):
         with torch.no_grad():
             model.router.bias.copy_(torch.eye(4)[wanted] * 100)
@@ -334,7 +338,7 @@ def test_grouped_products_have_the_experts_of_a_loop(name: str) -> None:
     model, loss_of = ARCHITECTURES[name]()
     model.eval()
     found = {}
-    for how in ("grouped_mm", "eager"):
+    for how in ("grouped_mm", "batched_mm", "eager"):
         model.config._experts_implementation = how  # type: ignore[union-attr]
         trace = traced(model, loss_of)
         operators = {block.operator for block in trace.program.blocks}
@@ -342,7 +346,8 @@ def test_grouped_products_have_the_experts_of_a_loop(name: str) -> None:
             pytest.skip("this PyTorch or transformers has no grouped product")
         found[how] = trace.decompose("experts").shares
     assert len(found["eager"]) == 8
-    assert found["grouped_mm"] == pytest.approx(found["eager"], rel=1e-3, nan_ok=True)
+    for how in ("grouped_mm", "batched_mm"):
+        assert found[how] == pytest.approx(found["eager"], rel=1e-3, nan_ok=True)
 
 
 def test_experts_that_are_not_understood_are_refused() -> None:

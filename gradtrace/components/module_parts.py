@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -27,7 +27,9 @@ from torch import nn
 from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.errors import UnknownName
 from gradtrace.ir.program import HOOKS, Block, Program
+from gradtrace.linops import Map
 from gradtrace.linops.gather import Index, Slot
+from gradtrace.linops.scatter import Scatter
 from gradtrace.pytorch.wrapped_modules import join, user_class
 from gradtrace.types import Shape
 
@@ -43,6 +45,13 @@ ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 PRODUCTS = ("BmmBackward0", "BaddbmmBackward0")
 JOINS = ("StackBackward0", "CatBackward0")
+
+
+GATHERS = {"index", "index_select"}
+"""Operators that take a slice of stacked weights for each row."""
+
+Rows: TypeAlias = int | tuple[int, ...] | None
+"""The expert whose weights a value is, or those of its rows; None: it has the weights of all."""
 
 
 class Slices(NamedTuple):
@@ -275,7 +284,7 @@ class ModuleParts(ProgramPlaces):
         parts = {f"{name} expert {n}".lstrip(): Part(owns=owns) for n in range(count)}
         wanted = {join(name, key) for key in keys}
         values = [v for v, first in self.names.items() if wanted & {first, *self.leaves[first]}]
-        pending: list[tuple[int, int | None]] = [(value, None) for value in values]
+        pending: list[tuple[int, Rows]] = [(value, None) for value in values]
         while pending:
             value, expert = pending.pop()
             for number, given in self.givers.get(value, ()):
@@ -286,42 +295,49 @@ class ModuleParts(ProgramPlaces):
         return parts if values else {}
 
     def _expert_products(
-        self, number: int, given: int, expert: int | None, parts: Sequence[Part]
-    ) -> list[tuple[int, int | None]] | None:
+        self, number: int, given: int, expert: Rows, parts: Sequence[Part]
+    ) -> list[tuple[int, Rows]] | None:
         """Add a product to the experts that it belongs to; or the values to go on from, if the
-        operator only moves weights, with the expert if one was selected. None: not understood.
+        operator only moves weights, with the expert if one was selected, or with that of each row
+        if weights were gathered for them. None: not understood.
         """
         block, count = self.program.blocks[number], len(parts)
         taken, move = next(iter(block.takes.values())), spoken(block.operator)
         rows = self.shapes[taken]
-        if expert is not None:
+        if isinstance(expert, int):
             if move in MOVES:
                 return [(taken, expert)]
             parts[expert].blocks.append(number)
             return []
-        if move == "select" and len(rows) < len(self.shapes[given]):
+        if expert is None and move in GATHERS:
+            each = _gathered_rows(self._map_of(block, given), count)
+            return None if each is None else [(taken, each)]
+        if expert is None and move == "select" and len(rows) < len(self.shapes[given]):
             at = self._selected(block, given, count)
             return None if at is None else [(taken, at)]
-        if move in MOVES:
-            return [(taken, None)] if rows[:1] == (count,) else None
-        if move == "grouped_mm":
+        owners = tuple(range(count)) if expert is None else expert
+        if move == "grouped_mm" and expert is None:
             sizes = self._group_sizes(block, count)
-        elif block.operator in PRODUCTS and rows[:1] == (count,):
-            sizes = [1] * count
-        else:
+            owners = tuple(n for n, size in enumerate(sizes) for _ in range(size))
+        elif move not in MOVES and block.operator not in PRODUCTS:
             return None
-        ends = list(accumulate(sizes))
-        if not ends or ends[-1] != rows[0]:
+        if not owners or rows[:1] != (len(owners),):
             return None
-        for part, end, size in zip(parts, ends, sizes):
-            part.slices.append(Slices(number, 0, rows[0], range(end - size, end)))
+        if move in MOVES:
+            return [(taken, expert)]
+        for part, mine in zip(parts, _rows_by_owner(owners, count)):
+            part.slices.append(Slices(number, 0, rows[0], mine))
         return []
+
+    def _map_of(self, block: Block, given: int) -> Map | None:
+        """The map that makes a value which a block gives, if it is one."""
+        (step,) = (step for step in block.steps if step.out == given)
+        return self.program.maps[step.terms[0].map] if len(step.terms) == 1 else None
 
     def _selected(self, block: Block, given: int, count: int) -> int | None:
         """Which of ``count`` slices along the first dimension a selection took."""
-        (step,) = (step for step in block.steps if step.out == given)
-        map_ = self.program.maps[step.terms[0].map]
-        if len(step.terms) != 1 or not isinstance(map_, Index) or step.shape[0] != count:
+        map_ = self._map_of(block, given)
+        if not isinstance(map_, Index) or map_.out_shape[0] != count:
             return None
         if isinstance(map_, Slot):
             return map_.start if map_.dim == 0 and map_.cut[0] == 1 else None
@@ -454,6 +470,28 @@ def head_count(module: nn.Module) -> int | None:
     return next((n for owner in owners if (n := _number(owner, HEADS))), None)
 
 
+def _gathered_rows(map_: Map | None, count: int) -> tuple[int, ...] | None:
+    """Which of ``count`` slices along the first dimension each row is that was gathered from them,
+    by the map of the gradient; None if rows are something else.
+    """
+    if not isinstance(map_, Scatter) or not map_.inputs or map_.out_shape[0] != count:
+        return None
+    size = prod(map_.out_shape[1:])
+    target = map_.target.reshape(map_.in_shape[0], -1)
+    each = target[:, :1] // size
+    if target.shape[1] != size or bool((target // size != each).any()) or bool((each < 0).any()):
+        return None
+    return tuple(each.flatten().tolist())
+
+
+def _rows_by_owner(owners: Sequence[int], count: int) -> list[list[int]]:
+    """The numbers of the rows of each owner."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for row, owner in enumerate(owners):
+        found[owner].append(row)
+    return found
+
+
 def stacked_weights(module: nn.Module) -> tuple[int, list[str]] | None:
     """The number of experts in a module's own parameters of shape (experts, in, out), and these."""
     count = _number(module, EXPERTS)
@@ -490,7 +528,7 @@ _FOUND = {
     "n_head, ...) and joins them by a view before its output projection",
     "experts": "they are found as entries of a ModuleList called experts, and as slices of "
     "parameters (num_experts, ...) that require grad and are multiplied one by one, all in one "
-    "batch or in groups",
+    "batch, in groups, or gathered for each row",
     "layers": "they are found as entries of a ModuleList or a Sequential, all of one class",
     "steps": "they are found as calls of a cell, and as steps of nn.LSTM, nn.GRU and nn.RNN whose "
     "recurrent weights require grad, watched with composed=True",
