@@ -33,3 +33,10 @@ def with_ids(state: TracedValue) -> TracedValue:
         next(x for x in (state.value, *(p.x for p in state.parts)) if x is not None)
     )
     return materialise(state, backend).with_provenance(backend)
+
+
+def bits_at(state: TracedValue, index: tuple[int, ...]) -> int:
+    """The provenance set of one element; 0 if it has no path."""
+    found = with_ids(state)
+    assert found.ids is not None
+    return state.provenance.sets()[int(found.ids[index])]

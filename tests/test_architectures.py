@@ -9,7 +9,7 @@ import pytest
 import torch
 from agreement import assert_agree
 from architectures import ARCHITECTURES
-from leaves import traced_leaves
+from leaves import bits_at, traced_leaves
 from thorough import few, some
 
 import gradtrace
@@ -92,6 +92,6 @@ def agree(trace: Trace, paths: Paths) -> None:
         leaves = traced_leaves(trace.program, trace.rule, marks)
         states = {trace.names[f.leaf.value]: f.state for f in leaves}
     for path in paths:
-        bits = states[path.name].at(path.index)
+        bits = bits_at(states[path.name], path.index)
         assert bits & 1
         assert {m for m, n in numbers.items() if bits >> n & 1} == set(path.modules), path
