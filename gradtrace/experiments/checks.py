@@ -72,12 +72,12 @@ def headline(facts: Mapping[str, Any]) -> str:
     if curves:
         best = with_interval(over_seeds(curves, "float64 central", "steps"), ".0e")
         parts.append(
-            f"a gradient by differences is best at one step ({best} in float64) and worse at "
-            f"others ({bowls(curves)})"
+            f"a slope from a small step is most exact at one size of it ({best} in float64), less "
+            f"at others ({bowls(curves)})"
         )
     if check := costs.get("check"):
         d = max(check, key=int)
-        parts.append(f"gt.check needs {check[d]:,g} evaluations for {int(d):,} parameters")
+        parts.append(f"gt.check takes {check[d]:,g} steps for {int(d):,} parameters")
     text = "; ".join(parts) or "formulas alone were checked"
     return f"{text[:1].upper()}{text[1:]}."
 

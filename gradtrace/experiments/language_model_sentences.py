@@ -49,9 +49,9 @@ def headline(facts: Mapping[str, Any]) -> str:
     words, _ = facts["sizes"]
     before, after = (stated(each, ".0f") for each in lengths["length"])
     said = (
-        f"A language model with {words:,} words comes within {stated(learned['above'])} nats a "
-        f"word of the least possible loss; a path from its first weights has {after} operators "
-        f"(untrained {before})"
+        f"A language model with {words:,} words ends {stated(learned['above'])} nats a word above "
+        f"the least possible loss; the way to its first weights has {after} operators, {before} "
+        f"before training"
     )
     cost = next(iter(facts["cost"].values()), None)
     sampled = "?" if cost is None else percent(cost["sampled"])
