@@ -435,3 +435,13 @@ def test_dropouts_do_not_lead_the_table() -> None:
     table = watch.trace(loss).influence()
     assert table.information["drop"] > table.information["inner"] > 0
     assert [row[0] for row in table.table().rows] == ["inner", "embed", "drop", "out"]
+
+
+@pytest.mark.parametrize("kind", ["modules", "classes"])
+def test_a_model_of_one_layer_has_no_modules_below(kind: str) -> None:
+    model = nn.Linear(3, 2)
+    with gt.watch(model) as watch:
+        trace = watch.trace(model(torch.randn(4, 3)).square().sum())
+    with pytest.raises(UnknownName, match="if the model is one layer, ask for"):
+        trace.influence(kind)
+    assert "AddmmBackward0" in trace.influence("operators").shares

@@ -360,9 +360,13 @@ _PREFIX = {
     "argument": "arguments",
     **{kind.removesuffix("s"): kind for kind in PARTS},
 }
+_OUTSIDE = (
+    "no operator was made inside a module below the model; run the forward pass under "
+    "gradtrace.watch, or, if the model is one layer, ask for its 'operators'"
+)
 _EMPTY = {
-    "modules": "no operator was made inside a module; run the forward pass under gradtrace.watch",
-    "classes": "no operator was made inside a module; run the forward pass under gradtrace.watch",
+    "modules": _OUTSIDE,
+    "classes": _OUTSIDE,
     "operators": "there is no operator",
     "labels": "no tensor behind this loss was labelled; call gradtrace.label(tensor, dim, names) "
     "in the forward pass",
