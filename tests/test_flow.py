@@ -411,6 +411,24 @@ def test_exactly_0_is_reported_where_it_begins() -> None:
     assert f"exactly 0 at depth {first.depth} ('rnn')" in found.verdict
 
 
+def test_gradients_of_weights_are_not_computed_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    with gradtrace.watch(model) as watch:
+        trace = watch.trace(model(torch.randn(8, 6)).square().mean())
+    leaves = {leaf.value for leaf in trace.program.leaves if leaf.tensor.dim() > 1}
+    moved = {s.terms[0].value for s in trace.program.steps() if s.out in leaves}  # transposed
+    with mock.patch.object(sizing, "gradient_of", wraps=sizing.gradient_of) as computed:
+        found = measure(trace.program, trace.program.seed)
+    made = {call.args[0].out for call in computed.call_args_list}
+    assert len(leaves) == 2 and len(moved) == 2 and not made & (leaves | moved)
+    again = measure(trace.program, trace.program.seed.clone())  # of which nothing is known
+    for value in (*leaves, *moved):
+        assert found[value].norm == pytest.approx(again[value].norm, rel=1e-6)
+        assert found[value].nonzero == again[value].nonzero
+        assert found[value].entries == again[value].entries
+
+
 def test_few_steps_above_a_deep_net_are_seen_by_their_uses() -> None:
     """What follows the recurrent net is healthy, so the end of the profile does not tell."""
     model = Reader(nn.RNN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import hypot, inf, nan, prod
 from typing import NamedTuple
@@ -76,7 +77,7 @@ class _Measuring:
     def __init__(self, program: Program, seed: Tensor, tails: set[int]) -> None:
         self.program, self.seed, self.tails = program, seed, tails
         self.last = program.last_uses
-        self.kept = program.kept if seed is program.seed else {}
+        self.kept = _known(program) if seed is program.seed else {}
         self.wanted = {leaf.value for leaf in program.leaves}
         for block in program.blocks:
             self.wanted.update(block.takes.values(), block.gives.values())
@@ -111,7 +112,7 @@ class _Measuring:
 
     def _computed(self, step: Step) -> Tensor:
         known = self.kept.get(step.out)
-        if known is not None:
+        if known is not None and known.dtype is step.dtype:  # not of a cast, nor complex
             return known
         for _, value in step.terms:
             if value not in self.values:
@@ -179,6 +180,20 @@ class _Measuring:
             end = self.filled + len(self.waiting)
             self.table[self.filled : end] = sizes_of(self.waiting)
             self.filled, self.waiting, self.held = end, [], 0
+
+
+def _known(program: Program) -> dict[int, Tensor]:
+    """The gradients that recording has computed, by value. A value whose elements are only moved
+    into one of them has its sizes, and so stands that one for it: nothing else is made of it.
+    """
+    known, steps = program.constants.known_gradients(), program.steps()
+    uses = Counter(value for step in steps for _, value in step.terms)
+    for step in reversed(steps):
+        value = step.terms[0].value
+        if step.out in known and value not in known and uses[value] == 1:
+            if _permutes(step, program):
+                known[value] = known[step.out]
+    return {value: x for value, x in known.items() if x.layout is torch.strided}
 
 
 def _permutes(step: Step, program: Program) -> bool:

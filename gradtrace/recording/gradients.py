@@ -35,8 +35,9 @@ class GradientCache:
     """Gradients by value number, in at most ``budget`` bytes; a shared storage counts once.
 
     Results of matrix products and convolutions are expensive to recompute, so half of the budget
-    is reserved for them. Where large gradients are not kept, small ones are not, either: each would
-    lie where a large one was freed, whose memory the allocator could then not use again.
+    is reserved for them, and an eighth on top for summands, which are compared with each other.
+    Where large gradients are not kept, small ones are not, either: each would lie where a large one
+    was freed, whose memory the allocator could then not use again.
     """
 
     def __init__(self, budget: int, maps: MapTable) -> None:
@@ -49,10 +50,11 @@ class GradientCache:
         self.least = 0  # the bytes that a gradient must have to be kept
 
     def add(self, value: int, tensor: Tensor, expensive: Block | bool) -> None:
-        """Keep a gradient, if the budget allows. ``expensive``: whether it is expensive to
-        recompute, or the block that made it.
+        """Keep a gradient, if the budget allows. ``expensive``: the block that made it, whether it
+        is expensive to recompute; True for summands.
         """
-        if self.bytes_left <= 0:
+        least = -(self.budget // 8) if expensive is True else 0
+        if self.bytes_left <= least:
             self.refused = True
             return
         storage = tensor.untyped_storage()
@@ -63,7 +65,7 @@ class GradientCache:
             if left < self.budget // 2 or size < self.least:
                 if isinstance(expensive, Block):
                     expensive = self._is_expensive(expensive)
-                if left < 0 or not expensive:
+                if left < least or not expensive:
                     self.refused, self.least = True, max(self.least, size // SMALL)
                     return
             self.bytes_left = left

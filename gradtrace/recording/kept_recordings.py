@@ -188,7 +188,7 @@ class KeptRecording:
         have other rules now. ``synchronises``: of the backend.
         """
         if self.limited:
-            near = synchronises and self.used <= keep <= 2 * self.budget
+            near = synchronises and 2 * self.used <= 3 * keep and keep <= 2 * self.budget
             fits = near or keep == self.budget
         else:
             fits = 2 * self.used <= keep
