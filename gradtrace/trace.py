@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -13,7 +13,7 @@ from gradtrace import report as reports
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, spelt
 from gradtrace.errors import GradtraceError, TooLarge
-from gradtrace.flow import Flow, flow_of
+from gradtrace.flow import Flow, begin, flow_of
 from gradtrace.ir import interpreter, memory
 from gradtrace.measures.decompose import decomposed, possible
 from gradtrace.measures.decomposition import Decomposition
@@ -266,15 +266,22 @@ class Trace(Measures):
         self.check_unchanged()
         return possible(decomposed(self, component_finder(self).choose(components)))
 
-    @isolated()
     def flow(self) -> Flow:
         """Gradient magnitude along depth, per module, and a diagnosis in names: whether it
         vanishes, explodes or dies.
         """
+        return self.begin_flow()()
+
+    @isolated()
+    def begin_flow(self) -> Callable[[], Flow]:
+        """Begin to measure ``flow``, which a GPU does beside what follows; the function returned
+        waits for it.
+        """
         self.check_unchanged()
         what, remedy = "measuring flow", "trace fewer samples at a time"
         memory.see(memory.streaming(self.program), self.backend, what, remedy)
-        return flow_of(self.program, self.names, self.modules)
+        sizes = begin(self.program, self.program.seed, norms=True)
+        return isolated()(lambda: flow_of(self.program, self.names, self.modules, size=sizes()))
 
     # Output ------------------------------------------------------------------------------------
 

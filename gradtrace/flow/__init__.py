@@ -28,11 +28,11 @@ from gradtrace.errors import NotScalar
 from gradtrace.flow.modules import Modules
 from gradtrace.flow.operator_graph import OperatorGraph
 from gradtrace.flow.result import Flow, Level, ModuleFlow
-from gradtrace.flow.sizing import Size, measure
+from gradtrace.flow.sizing import Size, begin, measure
 from gradtrace.flow.words import FlowText
 from gradtrace.ir.program import Program
 
-__all__ = ["Flow", "Level", "ModuleFlow", "Size", "flow_of", "measure"]
+__all__ = ["Flow", "Level", "ModuleFlow", "Size", "begin", "flow_of", "measure"]
 
 
 def flow_of(

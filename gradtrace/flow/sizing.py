@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import hypot, inf, nan, prod
 from typing import NamedTuple
 
@@ -45,7 +45,12 @@ class Size(NamedTuple):
 
 
 def measure(program: Program, seed: Tensor, norms: bool = False) -> dict[int, Size]:
-    """The sizes of all cotangents at operators' outputs and inputs, and of leaves.
+    """The sizes of all cotangents at operators' outputs and inputs, and of leaves."""
+    return begin(program, seed, norms)()
+
+
+def begin(program: Program, seed: Tensor, norms: bool = False) -> Callable[[], dict[int, Size]]:
+    """Begin to ``measure``, which a GPU does beside what follows; the function returned waits.
 
     One pass; each cotangent is dropped after its last use. The numbers are copied to the CPU in one
     transfer: a sync for each would cost more than its computation. They are rows of one table: a
@@ -61,12 +66,15 @@ def measure(program: Program, seed: Tensor, norms: bool = False) -> dict[int, Si
         for n, step in enumerate(program.steps()):
             found.follow(n, step)
     found.measure_waiting()
-    numbers = found.table.tolist()
-    measured = {}
-    for value, row in found.rows.items():
-        norm, largest, nonzero, mass = numbers[row]
-        measured[value] = Size(norm, largest, int(nonzero), mass, *found.forms[value])
-    return measured if parts is None else _over_ranks(measured, parts)
+
+    def finish() -> dict[int, Size]:
+        numbers, measured = found.table.tolist(), {}
+        for value, row in found.rows.items():
+            norm, largest, nonzero, mass = numbers[row]
+            measured[value] = Size(norm, largest, int(nonzero), mass, *found.forms[value])
+        return measured if parts is None else _over_ranks(measured, parts)
+
+    return finish
 
 
 class _Measuring:
@@ -190,9 +198,9 @@ def _known(program: Program) -> dict[int, Tensor]:
     uses = Counter(value for step in steps for _, value in step.terms)
     for step in reversed(steps):
         value = step.terms[0].value
-        if step.out in known and value not in known and uses[value] == 1:
-            if _permutes(step, program):
-                known[value] = known[step.out]
+        alone = value not in known and uses[value] == 1
+        if alone and step.out in known and _permutes(step, program):
+            known[value] = known[step.out]
     return {value: x for value, x in known.items() if x.layout is torch.strided}
 
 

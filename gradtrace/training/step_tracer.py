@@ -65,8 +65,8 @@ class StepTracer:
         """
         value, by = math.nan, 1.0
         try:
-            value, by = loss_value(loss), _scale(scale)
-            with undisturbed(self.model) as silence:
+            with undisturbed(self.model) as silence:  # while a GPU is still at the forward pass
+                value, by = loss_value(loss), _scale(scale)
                 trace, found = self.measured(loss, watched)
                 divided = self._choices(trace) if choices else None
                 compared = None if terms is None else _compared(watched, terms, by)
@@ -88,9 +88,10 @@ class StepTracer:
                 "takes part in this loss; pass the loss of the model that Monitor was made with, "
                 "computed from its output without detach() and with parameters that require grad"
             )
+        measured = trace.begin_flow()
         table = trace.influence(self.components, sample=self._sample(trace), seed=self.seed)
         table = replace(table, source=None)  # which may keep activations
-        flow = trace.flow()
+        flow = measured()
         norms = {row.module: Norms(row.norm, row.own) for row in flow}
         return trace, StepResult(0.0, 1.0, table, flow.verdict, norms)
 
