@@ -56,6 +56,8 @@ class GradientWalk:
     ``leaves`` holds each leaf with its gradient when the pass is done.
     """
 
+    conform = staticmethod(nodes.conform)
+
     def __init__(self, loss: Tensor, seed: Tensor, name_table: NameTable, watch: HookWatch) -> None:
         self.name_table, self.loss = name_table, loss
         self.clear_since = watch.clear_since()
@@ -84,6 +86,7 @@ class GradientWalk:
         if facts.multi_output:
             grads += [None] * (len(node._input_metadata) - len(grads))
         conform_at, adjoints, position = facts.conform_at, self.adjoints, -1
+        conform = self.conform
         try:
             if facts.python or node._sequence_nr() < self.clear_since:
                 outs = self._call_with_hooks(node, grads)
@@ -96,7 +99,7 @@ class GradientWalk:
                 if child is None or out is None:
                     continue
                 if conform_at is None or position in conform_at:
-                    out = nodes.conform(out, self.outputs.wanted(child, slot))
+                    out = conform(out, self.outputs.wanted(child, slot))
                 waiting = adjoints.get(child)
                 if waiting is None:
                     adjoints[child] = [None] * slot + [out] if slot else [out]
@@ -122,6 +125,19 @@ class GradientWalk:
         if any(grad is None for grad in grads):
             grads = nodes.engine_cotangents(node, grads)
         return nodes.call_ready(node, grads)
+
+
+def _dense(grad: Tensor, meta: Any) -> Tensor:
+    sparse = grad.layout is torch.sparse_coo
+    return nodes.conform(grad.to_dense() if sparse else grad, meta)
+
+
+class DenseWalk(GradientWalk):
+    """A ``GradientWalk`` that makes sparse gradients, as of ``nn.Embedding(sparse=True)``, dense:
+    their sizes are measured, and no element is followed.
+    """
+
+    conform = staticmethod(_dense)
 
 
 class ShardedWalk(GradientWalk):
@@ -182,7 +198,7 @@ def first_bad_gradient(
     """The first operator, counted from the loss, that gives a gradient which is not finite, and the
     module call that made it.
     """
-    state = GradientWalk(loss, seed, name_table, watch)
+    state = DenseWalk(loss, seed, name_table, watch)
     found: list[tuple[BadGradient, ModuleCall]] = []
 
     def visit(node: Node, edges: Edges) -> None:

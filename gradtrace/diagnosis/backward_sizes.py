@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff import hooks, nodes
-from gradtrace.autodiff.backward import GradientWalk, seed_of
+from gradtrace.autodiff.backward import DenseWalk, seed_of
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import (
@@ -27,7 +27,7 @@ from gradtrace.autodiff.traversal import walk
 from gradtrace.diagnosis.forward_record import Extent, extent_of
 
 
-class HookedWalk(GradientWalk):
+class HookedWalk(DenseWalk):
     """A backward pass that notes where hooks make nothing but zeros of a gradient."""
 
     def __init__(self, *given: Any) -> None:

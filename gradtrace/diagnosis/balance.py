@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 
 import torch
 from torch import Tensor
 
-from gradtrace.autodiff.backward import GradientWalk
+from gradtrace.autodiff.backward import DenseWalk
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, Edges, Node, name_of, sequence_of, wanted
@@ -34,8 +34,12 @@ MAX_TERMS = 8
 """The most terms of a loss that are compared; each costs a backward pass."""
 
 SUMS = ("Add", "Sub")
+STACKS = ("Stack", "Cat")
 SCALINGS = ("Mul", "Div", "Neg", "View", "Squeeze", "Unsqueeze", "ToCopy", "Reshape")
-"""Operators between a loss and its terms: sums, and those that leave a term one term."""
+TOTALS = ("Sum", "Mean", "Dot")
+"""Operators between a loss and its terms: sums, scalars side by side, those that leave a term one
+term, and those that add up what is side by side.
+"""
 
 VERDICTS = {
     "Vanishing": "skip connections, normalisation, gated cells or another initialisation keep it "
@@ -153,9 +157,23 @@ class LossTerms:
         norms = [self._norm(*term) for term in terms]
         most = max(norms)
         largest = terms[norms.index(most)][0]
+        heard = {self._call(term[0]) for term, norm in zip(terms, norms) if norm}
         for term, norm in zip(terms, norms):
+            if not norm and self._is_one_of(heard, term[0]):
+                continue
             if norm * DROWNED_FACTOR < most and not self._known(term[0], told):
                 yield self._finding(term, norm, largest, most)
+
+    def _is_one_of(self, heard: Collection[object], node: Node) -> bool:
+        """Whether a call that makes several terms, as of the samples of a batch, gave this one,
+        and others of it are ``heard``: a margin is met here, and not there.
+        """
+        return self._call(node) in heard and not self.sizes.is_zero(self._body(node))
+
+    def _call(self, node: Node) -> object:
+        """What tells the call that made a term from others: its place in the code, if known."""
+        operation = None if self.record is None else self.record.of_node(sequence_of(node))
+        return self._described(node) if operation is None else operation.where.line or node
 
     def _finding(self, term: tuple[Node, int], norm: float, largest: Node, most: float) -> Finding:
         what = "carries no gradient" if not norm else "is drowned"
@@ -210,7 +228,7 @@ class LossTerms:
         """The nodes that the gradient of a term reaches, and that hand on nothing but zeros."""
         reached: dict[Node, bool] = {}
 
-        def visit(each: Node, state: GradientWalk) -> None:
+        def visit(each: Node, state: DenseWalk) -> None:
             if (grads := state.adjoints.get(each)) is not None:
                 reached[each] = any(grad is not None and bool(grad.any()) for grad in grads)
 
@@ -231,41 +249,46 @@ class LossTerms:
         stack = [(self.sizes.order[0], 0, 0)] if self.sizes.order else []
         while stack:
             node, slot, sums = stack.pop()
-            kind = kind_of(node)
             below = [(c, s) for c, s in edges[node] if c is not None and c in found]
-            if kind in SUMS and all(x.shape == () for x in found[node]) and len(below) > 1:
+            if self._is_sum(node):
                 stack += [(child, at, sums + 1) for child, at in reversed(below)]
             elif len(below) == 1 and (
-                kind in SUMS or (kind in SCALINGS and self._leads_to_sum(below[0][0]))
+                kind_of(node) in SUMS or self._leads_to_sum(node, below[0][0])
             ):
                 stack.append((*below[0], sums))
             elif sums and type(node) is not ACCUMULATE:
                 yield node, slot
 
+    def _is_sum(self, node: Node) -> bool:
+        """Whether a node adds scalars, or puts some side by side."""
+        kind, below, size = kind_of(node), self._below(node), self.sizes.size
+        if kind in STACKS:
+            shapes = [each.shape for child in below for each in size[child]]
+            return len(below) > 1 and all(prod(shape) == 1 for shape in shapes)
+        return kind in SUMS and len(below) > 1 and all(x.shape == () for x in size[node])
+
     def _below(self, node: Node) -> list[Node]:
         return [c for c, _ in self.sizes.edges[node] if c is not None and c in self.sizes.size]
 
-    def _leads_to_sum(self, node: Node) -> bool:
+    def _leads_to_sum(self, node: Node, child: Node) -> bool:
         """Whether only scalings lie between a node and a sum of scalars."""
-        kind = kind_of(node)
-        below = self._below(node)
-        scalar = all(x.shape == () for x in self.sizes.size[node])
-        if kind in SUMS:
-            return scalar and len(below) > 1
-        return scalar and kind in SCALINGS and len(below) == 1 and self._leads_to_sum(below[0])
+        while kind_of(node) in SCALINGS + TOTALS and not self._is_sum(child):
+            below = self._below(child)
+            if len(below) != 1:
+                return False
+            node, child = child, below[0]
+        return kind_of(node) in SCALINGS + TOTALS
 
     def _norm(self, node: Node, slot: int) -> float:
         """The norm of the gradient that comes through a node: of a pass that begins there."""
         leaves = self._walk(node, slot, lambda each, state: None).leaves
         return sqrt(sum(float(grad.double().square().sum()) for _, grad in leaves))
 
-    def _walk(
-        self, node: Node, slot: int, visit: Callable[[Node, GradientWalk], None]
-    ) -> GradientWalk:
+    def _walk(self, node: Node, slot: int, visit: Callable[[Node, DenseWalk], None]) -> DenseWalk:
         """A backward pass from a term on; ``visit`` is called before each node is."""
         extent, meta = self.sizes.size[node][0], wanted(node, slot)
         seed = torch.full(tuple(meta.shape), extent.low, dtype=meta.dtype, device=meta.device)
-        state = GradientWalk(self.loss, seed, self.names, self.hooks)
+        state = DenseWalk(self.loss, seed, self.names, self.hooks)
         state.adjoints = {node: [None] * slot + [seed]}
 
         def both(each: Node, edges: Edges) -> None:

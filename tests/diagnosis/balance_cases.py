@@ -107,6 +107,28 @@ def weight_with_too_many_zeros() -> Any:
     return model, step
 
 
+def _side_by_side(total: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+    def make() -> tuple[nn.Module, Step]:
+        model = Net()
+        x, y = data()
+
+        def step() -> Tensor:
+            out = model(x)
+            size = out.square().mean()  # HERE
+            return total(torch.stack([F.cross_entropy(out, y), size]))
+
+        return model, step
+
+    return make
+
+
+for _name, _total in {
+    "mean": lambda terms: (torch.tensor([1, 1e-7]) * terms).mean(),
+    "dot": lambda terms: torch.dot(torch.tensor([1, 1e-7]), terms) / 2,
+}.items():
+    CASES[f"terms_side_by_side_{_name}"] = Case(_side_by_side(_total), "loss term", "", line=True)
+
+
 @case("loss term", line=True)
 def term_without_gradient() -> Any:
     model = Net()

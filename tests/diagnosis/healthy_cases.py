@@ -390,3 +390,21 @@ def loss_minus_a_number_that_is_a_tensor() -> Any:
     model = Net()
     x, y = data()
     return model, lambda: (F.cross_entropy(model(x), y) - torch.tensor(0.1)).abs()
+
+
+@healthy
+def sparse_embedding() -> Any:
+    model, x = nn.Sequential(nn.EmbeddingBag(50, 6, sparse=True), nn.Linear(6, 3)), data()[1]
+    return model, lambda: F.cross_entropy(model(x[:, None]), x) + model[1].weight.square().sum()
+
+
+@healthy
+def margins_of_samples_one_by_one() -> Any:
+    """Some are met, and have no gradient."""
+    model, (x, _) = Net(), data()
+
+    def step() -> Tensor:
+        out = model(x)[:, 0]
+        return sum(F.relu(each - out[2].detach() + 1e-3) for each in out)
+
+    return model, step
