@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+
+from torch import nn
 
 from gradtrace.autodiff.nodes import sequence_of
 from gradtrace.diagnosis.backward_sizes import BackwardSizes
-from gradtrace.diagnosis.forward_record import ForwardRecord, Operation
+from gradtrace.diagnosis.forward_record import NAMES, ForwardRecord, Operation
+from gradtrace.diagnosis.losses import SAME_VALUES
 from gradtrace.diagnosis.result import Finding
 from gradtrace.errors import FreedGraph
 
@@ -27,6 +29,15 @@ INSTEAD = {
 }
 
 
+OUT_OF_PLACE = (
+    "write it out of place: x = x + y for x += y, relu(x) for relu_(x), or change a clone()."
+)
+STEP = (
+    "call optimizer.step() after the backward passes of all losses that were computed with these "
+    "weights, or compute the loss again after the step."
+)
+
+
 def failure_of(sizes: BackwardSizes, record: ForwardRecord | None) -> Finding | None:
     """The finding of a backward pass that failed; None if it did not.
 
@@ -43,7 +54,7 @@ def failure_of(sizes: BackwardSizes, record: ForwardRecord | None) -> Finding | 
         writer = None if record is None or operation is None else _writer(record, operation)
         if operation is None or writer is None:
             raise sizes.error
-        return _overwritten(operation, writer)
+        return _overwritten(operation, *writer)
     return Finding(
         "backward",
         "error",
@@ -58,31 +69,41 @@ def _line(operation: Operation | None) -> str:
     return "" if operation is None else str(operation.where.line or "")
 
 
-def _writer(record: ForwardRecord, operation: Operation) -> Operation | None:
-    """The operation that first changed, in place, what another one before it took or gave."""
-    own = {*operation.inputs, *operation.outputs}
+def _writer(record: ForwardRecord, operation: Operation) -> tuple[Operation, bool] | None:
+    """The operation that first changed, in place, what another one before it took or gave; and
+    whether that is a parameter.
+    """
+    views = record.above((*operation.inputs, *operation.outputs), _is_view)
+    own = record.below(views, _is_view)
     since = max((record.makers.get(value, -1) for value in operation.outputs), default=-1)
-    later = (
-        record.makers.get(value)
-        for _, values in record.tensors.values()
-        for before, value in pairwise(values)
-        if before in own
-    )
-    numbers = [number for number in later if number is not None and number > since]
-    return record.operations[min(numbers)] if numbers else None
+    for later in record.operations[since + 1 :]:
+        if changed := own.intersection(later.changed):
+            held = (values for ref, values in record.tensors.values() if _is_parameter(ref()))
+            return later, any(not changed.isdisjoint(values) for values in held)
+    return None
 
 
-def _overwritten(operation: Operation, writer: Operation) -> Finding:
+def _is_parameter(tensor: object) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _is_view(operation: Operation) -> bool:
+    """Whether what an operation gives may be its argument's memory."""
+    return operation.name in SAME_VALUES
+
+
+def _overwritten(operation: Operation, writer: Operation, weight: bool) -> Finding:
+    name = NAMES.get(writer.name, f"{writer.name}()")
     return Finding(
         "backward",
         "error",
         "the backward pass fails: a value that it needs was overwritten",
         writer.module,
         line=_line(writer),
-        evidence=f"{writer.name}() changes in place what the gradient of {operation.name}() is "
-        f"computed from ({_line(operation)}), so loss.backward() raises an error.",
-        advice="write it out of place: x = x + y for x += y, relu(x) for relu_(x), or change a "
-        "clone().",
+        evidence=f"{name} changes in place {'weights' if weight else 'what'} the gradient of "
+        f"{operation.name}() is computed from ({_line(operation)}), so loss.backward() raises an "
+        "error.",
+        advice=STEP if weight else OUT_OF_PLACE,
     )
 
 

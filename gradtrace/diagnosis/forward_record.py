@@ -105,6 +105,7 @@ class Operation:
     element: Element | None = None
     off_by: str = ""  # the function of a library that turned gradients off
     batched: bool = False  # inside a transform of ``torch.func``, whose results are not recorded
+    changed: tuple[int, ...] = ()  # the values that it wrote over, in place
 
     @property
     def line(self) -> SourceLine | None:
@@ -119,7 +120,13 @@ class Operation:
 Passes = Callable[[Operation], bool] | None
 """Which operations are followed; None: all."""
 
-NAMES = {"__array__": "NumPy", "numpy": "NumPy", "__float__": "float()", "__int__": "int()"}
+NAMES = {
+    "__array__": "NumPy",
+    "numpy": "NumPy",
+    "__float__": "float()",
+    "__int__": "int()",
+    "__setitem__": "x[i] = y",
+}
 
 
 REFLECTED = frozenset(("rdiv", "rtruediv", "rsub", "rpow", "rmul", "radd", "rmatmul", "rmod"))
@@ -440,6 +447,7 @@ class ForwardRecorder(PausedMode):
         if name in _SHAPE_ONLY:
             given, needs = [], False
         inputs = self._inputs(given, changed, numbers)
+        old = [record.known(each) for each in changed]
         outputs = [*map(record.make, fresh), *map(record.write, changed)]
         made = (*fresh, *changed)
         gives = []
@@ -466,6 +474,7 @@ class ForwardRecorder(PausedMode):
             module is not None,
         )
         operation.batched, operation.off_by = _batched(), self._off_by if off == "no_grad" else ""
+        operation.changed = tuple(value for value in old if value is not None)
         operation.element = self._element(operation, given, made)
         record.add(operation, start)
 

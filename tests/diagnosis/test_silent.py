@@ -11,6 +11,7 @@ import pytest
 import torch
 from healthy_cases import CASES as HEALTHY
 from silent_cases import CASES, Net, data
+from torch import Tensor
 from torch import distributions as D
 
 import gradtrace as gt
@@ -228,6 +229,49 @@ def test_what_overwrites_comes_after_what_needs_it() -> None:
         loss = model.head(h).sum()
     (finding,) = watch.diagnose(loss).findings
     assert "# HERE" in finding.line and "gradient of relu_()" in finding.evidence, finding
+
+
+OVERWRITTEN: dict[str, tuple[Callable[[Net, Tensor], Tensor], str, str]] = {}
+
+
+def overwritten(name: str, said: str, advice: str = "out of place") -> Callable[[Any], Any]:
+    def keep(loss_of: Callable[[Net, Tensor], Tensor]) -> None:
+        OVERWRITTEN[name] = loss_of, said, advice
+
+    return keep
+
+
+@overwritten("what a view is of", "x[i] = y changes in place what the gradient of matmul()")
+def _(model: Net, x: Tensor) -> Tensor:
+    memory = torch.randn(7, 6)
+    scores = model.enc(x) @ memory.T
+    memory[:5] = 0  # HERE
+    return model.head(model.enc(x)).sum() + scores.square().sum()
+
+
+@overwritten("a view", "mul_() changes in place what the gradient of square()")
+def _(model: Net, x: Tensor) -> Tensor:
+    h = model.enc(x)
+    size = h.square().sum()
+    h.view(-1)[3:].mul_(2)  # HERE
+    return size + model.head(h * 1).sum()
+
+
+@overwritten("weights", "changes in place weights the gradient of linear()", "optimizer.step()")
+def _(model: Net, x: Tensor) -> Tensor:
+    out = model(x)
+    out.sum().backward(retain_graph=True)
+    torch.optim.SGD(model.head.parameters(), 0.1).step()  # HERE
+    return out.square().sum()
+
+
+@pytest.mark.parametrize("name", OVERWRITTEN)
+def test_what_shares_memory_is_overwritten(name: str) -> None:
+    model, (loss_of, said, advice) = Net(), OVERWRITTEN[name]
+    with gt.watch(model, diagnose=True) as watch:
+        loss = loss_of(model, data()[0])
+    (finding,) = watch.diagnose(loss).findings
+    assert said in finding.evidence and "# HERE" in finding.line and advice in finding.advice
 
 
 def test_a_loss_whose_graph_is_gone_is_no_fault_of_the_model() -> None:
