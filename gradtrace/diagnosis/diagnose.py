@@ -147,7 +147,13 @@ class Diagnoser:
         """The first value that is NaN or infinite, if the loss or a gradient is."""
         loss, record, origins = self.loss, self.subject.record, None
         if record is not None and not record.unmeasured:
-            origins = nonfinite.Origins(record, self._value_names)
+            buffers = {
+                value: join(prefix, name)
+                for prefix, root in self.subject.roots.items()
+                for name, buffer in root.named_buffers()
+                for value in record.values(buffer)
+            }
+            origins = nonfinite.Origins(record, self._value_names, buffers)
         if nonfinite.is_bad(loss):
             found = None if origins is None else origins.origin(self._roots, "loss")
             return found or NonFiniteValue("loss", "", "", "", float(torch.as_tensor(loss).sum()))
@@ -277,7 +283,7 @@ class Diagnoser:
             self.remarks.append(f"Whether gradients vanish or explode was not measured: {error}")
             return
         for found in balance.flow_findings(flow):
-            if not (lost and found.kind == "vanishing"):  # it vanishes by underflow
+            if not (lost and found.kind in ("vanishing", "mostly dead")):  # by underflow
                 yield found
         yield from Branches(flow, told, sizes, self._modules, subject.record).findings()
 

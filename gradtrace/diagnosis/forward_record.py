@@ -469,7 +469,7 @@ class ForwardRecorder(PausedMode):
             tuple(outputs),
             frozenset(gives),
             off,
-            self._line_off(off),
+            where.around if off == "checkpoint" else self._line_off(off),
             not all(map(isfinite, numbers)),
             module is not None,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
@@ -19,7 +19,7 @@ from gradtrace.diagnosis.forward_record import (
     first_bad,
     plain,
 )
-from gradtrace.diagnosis.nonfinite_advice import HELD, advice_for
+from gradtrace.diagnosis.nonfinite_advice import BUFFER, HELD, advice_for
 from gradtrace.diagnosis.result import Finding, NonFiniteValue, listed
 from gradtrace.types import unravel
 
@@ -32,10 +32,13 @@ BLAMELESS = ("add", "sub", "mul", "where", "masked_fill", "softmax", "log_softma
 
 @dataclass(eq=False)
 class Origins:
-    """Looks for the origin of bad values in a record; ``names`` are those of leaves, by value."""
+    """Looks for the origin of bad values in a record; ``names`` are those of leaves, by value, and
+    ``buffers`` those of others that the model holds.
+    """
 
     record: ForwardRecord
     names: dict[int, str]
+    buffers: dict[int, str] = field(default_factory=dict)
 
     def _extent(self, value: int) -> Extent | None:
         return self.record.extent(value)
@@ -82,7 +85,8 @@ class Origins:
 
     def _given(self, value: int, bad: set[int], of: str) -> NonFiniteValue:
         extent, uses = self._extent(value), self.record.uses((value,))
-        what = self.names.get(value, "an input")
+        buffer = f"{BUFFER}{self.buffers[value]}" if value in self.buffers else "an input"
+        what = self.names.get(value, buffer)
         line = str(uses[0].line or "") if uses else ""
         found = first_bad(tensor, []) if (tensor := self.record.given(value)) is not None else None
         at = found.index if found else ()

@@ -30,6 +30,8 @@ FORWARD = {
     "ignore_index, all weights 0, or the batch empty?",
     "masked_fill masked_fill_ where": "what is masked with an infinite number is needed for the "
     "loss, as the class of a target is: check the mask.",
+    "ctc_loss": "no alignment is possible: a target is longer than its input (repeated labels need "
+    "a blank between them). Check the lengths; zero_infinity=True leaves such samples out.",
     "acos asin atanh acosh": "keep the argument inside of its range: x.clamp(-1 + 1e-6, 1 - 1e-6).",
     "logdet slogdet": "the matrix is singular: add a small number to its diagonal.",
     "tensor as_tensor from_numpy full": "look at the data that it is made of.",
@@ -65,6 +67,13 @@ UNDEFINED = (
 )
 OVERFLOW = "it is too large for its dtype: normalise or clip what goes in, or take smaller steps."
 DATA = "look at the data: torch.isfinite(x).all(), where the batch is made."
+BUFFER = "buffer "
+"""How the name of a buffer that holds a bad value begins."""
+
+WRITTEN = (
+    "an earlier batch wrote it there: find that batch, and set the buffer anew "
+    "(reset_running_stats() of a batch norm)."
+)
 WEIGHTS = "look at the step before: was its gradient NaN, the learning rate too large, not clipped?"
 
 
@@ -76,7 +85,8 @@ def advice_for(value: NonFiniteValue) -> str:
     infinite = any("inf" in text for text in value.inputs)
     known = (OF_NODES if of_node else OF_FUNCTIONS).get(name)
     if any(HELD in text for text in value.inputs):
-        return DATA if value.operator == "an input" else WEIGHTS
+        held = WRITTEN if value.operator.startswith(BUFFER) else WEIGHTS
+        return DATA if value.operator == "an input" else held
     if half and (known is None or isinf(value.value)):
         return HALF
     if value.of == "gradient" and not of_node:

@@ -116,8 +116,9 @@ class CutFinder:
             inner = next((each for each in on_path if each.off), None)
             if inner is not None:
                 return _blamed(name, module, Reason.FUNCTION, inner)
+            reason = Reason.REPLACED if replaced else Reason.CUT
             return self._past(name, module, on_path) or _blamed(
-                name, module, Reason.CUT, on_path[0] if on_path else None
+                name, module, reason, on_path[0] if on_path else None
             )
         return _blamed(name, module, _reason(found), found)
 
@@ -223,7 +224,7 @@ def _blamed(name: str, module: str, reason: Reason, operation: Operation | None)
         Reason.INFERENCE: f"{shown(operation)} ran in inference mode"
         f"{'' if same else f', {operation.where.line}'}.",
         Reason.CHECKPOINT: f"{shown(operation)} ran inside a reentrant checkpoint, none of whose "
-        "inputs requires grad.",
+        f"inputs requires grad{'' if same else f', {operation.where.line}'}.",
         Reason.FUNCTION: f"{shown(operation)} ran inside a torch.autograd.Function, which handed "
         "back no gradient.",
         Reason.DETACHED: f"{shown(operation)} reads its numbers into Python, where no gradient "
@@ -231,6 +232,8 @@ def _blamed(name: str, module: str, reason: Reason, operation: Operation | None)
         if operation.name in EXITS
         else f"The input of {shown(operation)} requires grad, its output does not.",
     }
-    said[Reason.CUT] = f"What {shown(operation)} makes of it goes on as a new leaf."
+    said[Reason.CUT] = said[Reason.REPLACED] = (
+        f"What {shown(operation)} makes of it goes on as a new leaf."
+    )
     line = str(operation.line or "")
     return SilentParameter(name, module, reason, line, operation.name, said.get(reason, ""))

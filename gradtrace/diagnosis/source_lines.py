@@ -88,13 +88,14 @@ class Drawn(NamedTuple):
 
 class Place(NamedTuple):
     """Where an operation runs: the user's line (of the library that calls PyTorch, if no code of
-    the user's does), inside which custom function (``""``, ``"function"``, ``"checkpoint"``), and
-    of which distribution's ``sample()`` it is a part.
+    the user's does), inside which custom function (``""``, ``"function"``, ``"checkpoint"``), of
+    which distribution's ``sample()`` it is a part, and the line that calls the checkpoint.
     """
 
     line: SourceLine | None
     inside: str
     drawn: Drawn | None = None
+    around: SourceLine | None = None
 
 
 def block_line(frame: FrameType | None, word: str) -> SourceLine | None:
@@ -169,7 +170,7 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
     at = frame or sys._getframe(1)
     mine: SourceLine | None = None
     other: SourceLine | None = None
-    inside, drawn = "", None
+    inside, drawn, around = "", None, None
     step: FrameType | None = at
     kinds = _KINDS
     while step is not None:
@@ -185,6 +186,8 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
                 mine = SourceLine(code.co_filename, step.f_lineno, code, step.f_lasti)
             if not functions:
                 break
+            if inside == "checkpoint" and around is None:
+                around = SourceLine(code.co_filename, step.f_lineno, code, step.f_lasti)
         elif kind == CHECKPOINT:
             inside = "checkpoint"
         elif kind == FUNCTION:
@@ -194,4 +197,4 @@ def place(frame: FrameType | None = None, functions: bool = True) -> Place:
         elif other is None:
             other = SourceLine(code.co_filename, step.f_lineno)
         step = step.f_back
-    return Place(mine or other, inside, drawn)
+    return Place(mine or other, inside, drawn, around)

@@ -36,7 +36,7 @@ KINDS = {
     "BinaryCrossEntropy BinaryCrossEntropyWithLogits NativeLayerNorm NativeBatchNorm",
     Reason.NOT_SELECTED: "Where MaskedFill MaskedSelect MaskedScatter Index IndexSelect Gather "
     "Select Slice Narrow Split Unbind Maximum Minimum Max Min MaxPool Topk Sort Embedding NllLoss "
-    "AsStrided CopySlices IndexPut Diagonal",
+    "AsStrided CopySlices IndexPut Diagonal Stack Cat",
 }
 """Operators by what it means that they make a gradient 0; of all others the derivative is 0."""
 
@@ -293,6 +293,8 @@ class ZeroFinder:
             return f": {weight} is 0"
         if record is None or len(operation.inputs) > 3:  # one that does more than multiply
             return ""
+        if "dropout" in operation.name:
+            return ": all of it is dropped"
         if kind_of(node) == "Mul" and len(operation.inputs) == 1:
             return ": the other factor is the number 0"
         said = []

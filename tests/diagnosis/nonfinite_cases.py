@@ -136,6 +136,20 @@ def nan_in_a_weight() -> Any:
     return training(model)
 
 
+@case("loss", "buffer norm.running_var", "norm", "already holds")
+def nan_in_a_buffer() -> Any:
+    class Normal(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6).eval()
+            nn.init.constant_(self.norm.running_var, float("nan"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.enc(x)))  # HERE
+
+    return training(Normal())
+
+
 @case("gradient", "SqrtBackward0", "middle", "0 (float32)")
 def root_at_zero() -> Any:
     return training(Middle(lambda h: h + (h * 0).sqrt()))  # HERE

@@ -427,6 +427,18 @@ def parameter_made_anew() -> Any:
     return training(Anew())
 
 
+@case("replaced in the forward pass", "head")
+def weight_made_of_itself() -> Any:
+    class Decayed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.head.bias.requires_grad:
+                self.head.bias.requires_grad_(False)
+            self.head.weight = nn.Parameter(self.head.weight.clone() * 0.99)  # HERE
+            return self.head(self.enc(x))
+
+    return training(Decayed())
+
+
 @case("output never reaches the loss", "extra")
 def wrong_variable_returned() -> Any:
     class Wrong(Net):
@@ -506,6 +518,30 @@ def reentrant_checkpoint_over_a_frozen_embedding() -> Any:
 
     model, y = Checkpointed(), torch.tensor([0, 1, 2])
     return model, lambda: F.cross_entropy(model(torch.tensor([1, 4, 6])), y)
+
+
+@case("reentrant checkpoint without an input that requires grad", "blocks.0", "blocks.1")
+def reentrant_checkpoint_of_blocks() -> Any:
+    """The line that calls the checkpoint is named, not that of the block in it."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(4, 4) for _ in range(2))
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=True)  # HERE
+            return self.head(x)
+
+    return training(Checkpointed())
 
 
 class Rounded(torch.autograd.Function):
@@ -669,6 +705,16 @@ class Routed(nn.Module):
 @case("got no samples", "experts.2")
 def expert_that_is_never_chosen() -> Any:
     return training(Routed(lambda x: torch.arange(len(x)) % 2))
+
+
+@case("not selected", "experts.1")
+def expert_whose_gate_is_closed() -> Any:
+    class Dense(Routed):
+        def forward(self, x: Tensor) -> Tensor:
+            outs = torch.stack([expert(x) for expert in self.experts])  # HERE
+            return self.head(torch.einsum("bn,nbi->bi", self.chosen(x), outs))
+
+    return training(Dense(lambda x: torch.eye(3)[torch.arange(len(x)) % 2 * 2]))
 
 
 @case("got no samples", "enc")

@@ -101,6 +101,17 @@ def test_a_branch_has_its_line_and_the_module_around_it() -> None:
     assert found.module == "branch" and "1e-7 * self.branch(h)" in found.line
 
 
+def test_what_underflows_is_not_told_as_mostly_dead() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    with gt.watch(model, diagnose=True) as watch:
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(torch.randn(8, 8))
+        loss = out.float().square().mean() * 1e-6
+    (found,) = watch.diagnose(loss).findings
+    assert found.kind == "underflow" and "GradScaler" in found.advice
+
+
 def test_what_runs_outside_of_modules_is_no_branch() -> None:
     model = Net(torch.relu)
     x = torch.randn(5, 4)

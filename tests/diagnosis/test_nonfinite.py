@@ -163,6 +163,11 @@ def test_the_range_of_a_moved_value_is_carried_or_measured() -> None:
         (lambda h: h[:0].mean(), "mean", "mean over nothing"),
         (lambda h: F.normalize(h * 0, eps=0), "normalize", "no direction"),
         (lambda h: h - torch.tensor(math.nan), "tensor", "look at the data"),
+        (
+            lambda h: F.ctc_loss(h.log_softmax(-1), torch.ones(1, 9), (5,), (9,)),
+            "ctc_loss",
+            "longer than its input",
+        ),
     ],
 )
 def test_the_advice_fits_the_value(
@@ -194,3 +199,10 @@ def test_data_and_weights_that_hold_it_before_the_step(number: float) -> None:
     bad = watch.diagnose(loss)
     assert bad.nonfinite is not None and bad.nonfinite.operator == "weight", bad
     assert bad.nonfinite.element == (2, 0) and "the step before" in bad.findings[0].advice
+
+
+def test_a_buffer_that_holds_it_is_to_be_set_anew() -> None:
+    model, step = CASES["nan_in_a_buffer"].make()
+    with gt.watch(model) as watch:
+        loss = step()
+    assert "reset_running_stats()" in watch.diagnose(loss).findings[0].advice
