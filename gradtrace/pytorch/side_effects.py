@@ -70,9 +70,20 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: set[object] = set()
         self._fresh: set[int] = set()
         self.entered = False  # whether code of the user's has run under it
+        self._first: Callable[[], object] | None = None
+
+    def before(self, first: Callable[[], object]) -> None:
+        """Call a function once, before code of the user's runs under it."""
+        self._first = first
+
+    def begin(self) -> None:
+        """Code of the user's is about to run under it."""
+        first, self._first, self.entered = self._first, None, True
+        if first is not None:
+            first()
 
     def __enter__(self) -> Undo:
-        self.entered = True
+        self.begin()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -142,9 +153,12 @@ def users_code(code: Any = None) -> AbstractContextManager[Any]:
 
     ``code`` is the function that will run, if it is known.
     """
+    if _ACTIVE.undo is None:
+        return nullcontext()
+    _ACTIVE.undo.begin()
     if code is not None and _ACTIVE.state is not None:
         _ACTIVE.state.note_code(code)
-    return _ACTIVE.undo or nullcontext()
+    return _ACTIVE.undo
 
 
 def _memory(tensor: Tensor) -> int:
@@ -218,21 +232,32 @@ def _modules_in(value: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[Undo]:
+def restored(model: nn.Module, lazily: bool = False) -> Iterator[Undo]:
     """Restores the model's tensors and its modules' attributes on exit.
 
     Writes to tensors are undone if they happen under the dispatch mode that this yields, which
-    ``users_code`` activates on this thread.
+    ``users_code`` activates on this thread. With ``lazily`` the attributes are those of when that
+    is first entered: the model must not be changed otherwise until then.
     """
-    notes, undo, outer = WriteLog(model), Undo.new(), (_ACTIVE.undo, _ACTIVE.state)
-    _ACTIVE.undo, _ACTIVE.state = undo, notes.state
+    undo, outer = Undo.new(), (_ACTIVE.undo, _ACTIVE.state)
+    notes: list[WriteLog] = []
+
+    def note() -> None:
+        notes.append(WriteLog(model))
+        _ACTIVE.state = notes[0].state
+
+    _ACTIVE.undo = undo
+    if lazily:
+        undo.before(note)
+    else:
+        note()
     try:
         yield undo
     finally:
         _ACTIVE.undo, _ACTIVE.state = outer
         undo.restore()
-        if undo.entered:  # else others have changed what has changed
-            notes.restore()
+        for log in notes if undo.entered else ():  # else others have changed what has changed
+            log.restore()
 
 
 class FunctionLog:

@@ -181,7 +181,7 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
     Checkpointed parts of a model run again when they are traced: batch norms would count the batch
     once more, and a dropout without ``preserve_rng_state`` would draw random numbers.
     """
-    with same_draws(model), restored(model), silenced() as hooks:
+    with same_draws(model), restored(model, lazily=True), silenced() as hooks:
         yield hooks
 
 
