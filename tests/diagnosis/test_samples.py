@@ -83,29 +83,86 @@ SAMPLES: dict[str, tuple[Drawn, str]] = {
     ),
     "detached": (lambda m, x, a, b: reconstruction(m, D.Normal(a.detach(), 1).sample(), x), ""),
     "a target": (lambda m, x, a, b: F.mse_loss(m.dec(a), D.Normal(a, b).sample().mean() + x), ""),
-    "no rsample": (
-        lambda m, x, a, b: reconstruction(m, D.OneHotCategorical(logits=a).sample(), x),
-        "",
-    ),
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+def one_hot(places: Tensor) -> Tensor:
+    return F.one_hot(places.squeeze(-1), 3).float()
+
+
+def words(model: Coder, x: Tensor, a: Tensor) -> Tensor:
+    """As a generator that is trained by labels; what reads its words is trained apart."""
+    labels = F.cross_entropy(a[x[:, 0] > -9], torch.arange(len(a)) % 3)
+    return labels + reconstruction(model, one_hot(a.softmax(-1).multinomial(1)), x)
+
+
+DISCRETE: dict[str, tuple[Drawn, str]] = {
+    "categorical": (
+        lambda m, x, a, b: reconstruction(m, D.OneHotCategorical(logits=a).sample(), x),
+        "OneHotCategorical.sample()",
+    ),
+    "bernoulli": (
+        lambda m, x, a, b: reconstruction(m, torch.bernoulli(a.sigmoid()), x),
+        "torch.bernoulli()",
+    ),
+    "in place": (
+        lambda m, x, a, b: reconstruction(m, (a.sigmoid() > torch.rand(6, 3)).float(), x),
+        "a comparison with torch.rand()",
+    ),
+    "multinomial": (
+        lambda m, x, a, b: reconstruction(m, one_hot(a.softmax(-1).multinomial(1)), x),
+        "torch.multinomial()",
+    ),
+    "entropy": (
+        lambda m, x, a, b: (
+            reconstruction(m, D.Bernoulli(logits=a).sample(), x)
+            - D.Bernoulli(logits=a).entropy().mean()
+        ),
+        "Bernoulli.sample()",
+    ),
+    "straight-through": (
+        lambda m, x, a, b: reconstruction(m, torch.bernoulli(p := a.sigmoid()) + p - p.detach(), x),
+        "",
+    ),
+    "score function": (
+        lambda m, x, a, b: scored(
+            m, z := torch.bernoulli(p := a.sigmoid()), x, z * p.log() + (1 - z) * (1 - p).log()
+        ),
+        "",
+    ),
+    "labels": (lambda m, x, a, b: words(m, x, a), ""),
+    "detached": (
+        lambda m, x, a, b: reconstruction(m, torch.bernoulli(a.sigmoid()).detach(), x),
+        "",
+    ),
+    "meant": (lambda m, x, a, b: reconstruction(m, off(lambda: torch.bernoulli(b)), x), ""),
+    "dropped": (lambda m, x, a, b: reconstruction(m, a * (torch.rand(6, 3) < 0.8), x), ""),
+    "Gibbs": (lambda m, x, a, b: m.mu(m.trunk(x + m.critic.bias * one_hot_like(a, x))).mean(), ""),
+}
+
+
+def one_hot_like(a: Tensor, x: Tensor) -> Tensor:
+    return F.pad(torch.bernoulli(a.sigmoid()), (0, 1))
+
+
+@pytest.mark.parametrize("name", [*SAMPLES, *(f"discrete {name}" for name in DISCRETE)])
 def test_a_sample_that_another_term_hides(name: str) -> None:
     torch.manual_seed(0)
     model, (x, _) = Coder(), data(6)
-    loss_of, said = SAMPLES[name]
+    discrete = name.startswith("discrete ")
+    loss_of, said = DISCRETE[name.removeprefix("discrete ")] if discrete else SAMPLES[name]
     with gt.watch(model, diagnose=True) as watch:
         a, b = model.drawn_from(x)
-        loss = loss_of(model, x, a, b) + 0.1 * (a.square() + b - b.log()).mean()
+        loss = loss_of(model, x, a, b.tanh()) + 0.1 * (a.square() + b - b.log()).mean()
     found = [each for each in watch.diagnose(loss).findings if each.kind == "sample"]
     assert [each.title for each in found] == [f"a sample cuts the gradient off: {said}"] * bool(
         said
     )
     for each in found:
-        assert each.severity == "warning" and "rsample()" in each.advice
+        assert each.severity == "warning"
+        assert ("p - p.detach()" if discrete else "rsample()") in each.advice
         assert "mu.weight" in each.parameters and "dec.weight" not in each.parameters
-        assert "lambda m, x, a, b" in each.line
+        assert "lambda m, x, a, b" in each.line or "reconstruction(" in each.line
 
 
 READ: dict[str, Callable[[Tensor, Tensor], Any]] = {
