@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,61 @@ def test_changed_inputs_and_buffers_are_noticed(change: str, what: str, size: in
     for ask in (lambda: trace.path("layer.weight", (0, 0)), trace.influence, trace.mass):
         with pytest.raises(GradtraceError, match="changed in place since the trace"):
             ask()
+
+
+INDEXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add": lambda w, at: torch.zeros(5, 3).index_add(0, at, w),
+    "scatter": lambda w, at: torch.zeros(5, 3).scatter(0, at[:, None].expand(4, 3), w),
+    "index_copy": lambda w, at: torch.zeros(5, 3).index_copy(0, at, w),
+    "put": lambda w, at: torch.zeros(5, 3).index_put((at,), w),
+}
+
+
+@pytest.mark.parametrize("how", INDEXED)
+@pytest.mark.parametrize("change", ["copied", "numpy"])
+def test_changed_indices_are_noticed(change: str, how: str) -> None:
+    """A batch of indices in memory that the next one overwrites: paths led elsewhere."""
+    torch.manual_seed(0)
+    w, at = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 3, 2, 4])
+    loss = (INDEXED[how](w, at).sin() * torch.arange(15.0).reshape(5, 3)).sum()
+    trace = gt.trace(loss, names={"w": w})
+    want = float(trace.gradients["w"][0, 1])
+    assert trace.path("w", (0, 1)).weight == pytest.approx(want, rel=1e-5)
+    new = torch.tensor([4, 1, 0, 3])
+    if change == "copied":
+        at.copy_(new)
+    else:
+        at.numpy()[...] = new.numpy()
+    for ask in (lambda: trace.path("w", (0, 1)), trace.influence):
+        with pytest.raises(GradtraceError, match="changed in place since the trace"):
+            ask()
+
+
+class OfInference(torch.autograd.Function):
+    """Its ``backward`` uses tensors of inference mode, which count no versions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor, order: Tensor) -> Tensor:
+        ctx.factor, ctx.order = factor, order
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] * ctx.factor)[ctx.order], None, None
+
+
+def test_tensors_of_inference_mode() -> None:
+    """A trace ended in PyTorch's error that they have no version."""
+    w = torch.ones(3, requires_grad=True)
+    with torch.inference_mode():
+        factor, order = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1, 2, 0])
+    loss = OfInference.apply(w.sin(), factor, order).sum()
+    trace = gt.trace(loss, names={"w": w})
+    assert trace.path("w", 0).weight == pytest.approx(float(2 * torch.ones(()).cos()))
+    with torch.inference_mode():
+        factor.mul_(2)
+    with pytest.raises(GradtraceError, match="changed in place since the trace"):
+        trace.influence()
 
 
 def test_one_element_of_a_small_weight_and_nothing_at_all() -> None:

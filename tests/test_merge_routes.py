@@ -251,6 +251,13 @@ OPERATORS: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
         lambda x, y: parts(torch.complex(x, y) @ torch.complex(y, x).T),
         (tensor(2, 2), tensor(2, 2, seed=1)),
     ),
+    "conjugate": (
+        lambda x, y: parts(torch.complex(x, y).conj() * torch.complex(y, x)),
+        (tensor(3), tensor(3, seed=1)),
+    ),
+    "imaginary part of a conjugate": (
+        lambda x, y: torch.complex(x, y).conj().imag * x, (tensor(3), tensor(3, seed=1)),
+    ),
     "angle of a number": (
         lambda r, a: torch.polar(r.exp(), a).angle(), (tensor(), tensor(seed=1)),
     ),
@@ -295,6 +302,14 @@ def test_a_pair_has_one_route(recorded: Recorded) -> None:
     for block in program.blocks:
         if not block.note and not block.opened:
             assert most_routes(block, program) <= 1, block
+
+
+def test_what_moves_elements_does_not_negate_them(recorded: Recorded) -> None:
+    """``_neg_view``, for a conjugate, was a view: COUNT and MAX were negative."""
+    _, program, _ = recorded
+    for map_ in program.maps:
+        if isinstance(map_, Index):
+            assert bool((map_.apply(torch.ones(map_.in_shape)) >= 0).all()), map_
 
 
 def test_the_steps_of_an_opened_operator_have_one_route_each(recorded: Recorded) -> None:

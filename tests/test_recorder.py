@@ -6,6 +6,7 @@ Each case is the backward formula of a function; the program must follow it oper
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -360,3 +361,95 @@ def test_what_is_handed_on_is_a_value_of_its_own() -> None:
         assert not inside & set(block.gives.values()), block.operator
     path = gradtrace.trace(loss, names={"x": x, "w": w}).path("x", 0)
     assert path.operators == ["CloneBackward0", "CopySlices", "SumBackward0"]
+
+
+def _adds(state: Tensor, g: Tensor) -> Tensor:
+    state.add_(1)
+    return g * state
+
+
+def _adds_after(state: Tensor, g: Tensor) -> Tensor:
+    out = g * state
+    state.add_(g)
+    return out
+
+
+def _adds_by_out(state: Tensor, g: Tensor) -> Tensor:
+    torch.add(state, 1, out=state)
+    return g * state
+
+
+def _adds_to_a_list(state: Tensor, g: Tensor) -> Tensor:
+    torch._foreach_add_([state], 1.0)
+    return g * state
+
+
+def _writes_a_view(state: Tensor, g: Tensor) -> Tensor:
+    state[1:].mul_(3)
+    return g * state.view(3)
+
+
+def _changes_an_index(state: Tensor, g: Tensor) -> Tensor:
+    out = g[state] * torch.tensor([1.0, 2.0, 4.0])
+    state.copy_(state.roll(1))
+    return out
+
+
+def _changes_a_mask(state: Tensor, g: Tensor) -> Tensor:
+    out = torch.where(state, g * 3, g)
+    state.logical_not_()
+    return out
+
+
+WRITES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "before": (_adds, torch.full((3,), 2.0)),
+    "after, the gradient": (_adds_after, torch.full((3,), 2.0)),
+    "by out=": (_adds_by_out, torch.full((3,), 2.0)),
+    "lists": (_adds_to_a_list, torch.full((3,), 2.0)),
+    "a view": (_writes_a_view, torch.full((3,), 2.0)),
+    "an index": (_changes_an_index, torch.tensor([0, 1, 2])),
+    "a mask": (_changes_a_mask, torch.tensor([True, False, True])),
+}
+
+
+@pytest.mark.parametrize("where", ["functions", "hooks", "one uses, the other writes"])
+@pytest.mark.parametrize("what", WRITES)
+def test_tensors_that_code_of_the_users_uses_and_writes(what: str, where: str) -> None:
+    """Maps held the tensor itself, with what was written there later or put back at the end."""
+    f, begin = WRITES[what]
+    w = torch.linspace(0.2, 0.9, 3).requires_grad_()
+
+    def loss_of() -> Tensor:
+        state = begin.clone()
+        run = functools.partial(f, state)
+        hidden = w.sin()
+        if where == "hooks":
+            last = hidden.exp()
+            hidden.register_hook(run)
+            last.register_hook(run)
+        elif where == "functions":
+            last = Function.apply(Function.apply(hidden, run), run)
+        else:
+            factor = state if state.is_floating_point() else 1.0
+            last = Function.apply(Function.apply(hidden, run), lambda g: g * factor)
+        return last.sum()
+
+    (want,) = torch.autograd.grad(loss_of(), w)
+    paths = gradtrace.backward(loss_of(), gradtrace.semirings.MAX, names={"w": w})["w"]
+    torch.testing.assert_close(paths, want.abs())  # each element has one path
+    trace = gradtrace.trace(loss_of(), names={"w": w})
+    torch.testing.assert_close(trace.gradients["w"], want)
+    assert trace.path("w", 0).weight == pytest.approx(float(want[0]), rel=1e-5)
+
+
+class Function(torch.autograd.Function):
+    """An identity whose ``backward`` is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, f: Formula) -> Tensor:
+        ctx.f = f
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.f(grads[0]), None

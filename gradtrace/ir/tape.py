@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.linops import Cut, Identity, Map, Reduce, Slot
-from gradtrace.linops.read_through import attributes, slots_of
+from gradtrace.linops.enclosed import attributes, slots_of
 
 MAX_MISSES = 2
 """After so many losses whose maps were not those of the tape, none is recorded any more."""

@@ -7,9 +7,8 @@ one device is traced on it all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from gradtrace.linops.base import Map
 from gradtrace.linops.contraction import Contract
+from gradtrace.linops.enclosed import attributes, memory_of, parts_of
 from gradtrace.linops.side_by_side import SideBySide
 from gradtrace.semirings.einsum_plan import plan
 from gradtrace.types import Shape
@@ -55,17 +55,6 @@ def views_of(map_: Map) -> Iterable[View]:
     """The views that a map reads its attributes from."""
     views = getattr(map_, "views", None)
     return views.values() if views else ()
-
-
-def attributes(map_: Map) -> Iterator[tuple[str, Any]]:
-    """The attributes of a map, by name."""
-    return ((name, getattr(map_, name)) for name in slots_of(type(map_)) if hasattr(map_, name))
-
-
-@lru_cache
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The names of the attributes of a type of maps."""
-    return tuple(name for each in kind.__mro__ for name in getattr(each, "__slots__", ()))
 
 
 @lru_cache
@@ -117,7 +106,7 @@ def gathered_on_read(map_: Map, model: Any, owners: Mapping[int, Any]) -> Map:
         return SideBySide([gathered_on_read(each, model, owners) for each in map_.maps])
     views = {}
     for name, held in attributes(map_):
-        if isinstance(held, Tensor) and (key := _memory(held)) in owners:
+        if isinstance(held, Tensor) and (key := memory_of(held)) in owners:
             shape, strides, offset = tuple(held.shape), held.stride(), int(held.storage_offset())
             like = held.new_empty(0)
             views[name] = ShardedView(model, owners[key], key, like, shape, strides, offset)
@@ -134,15 +123,11 @@ def sharded_model(maps: Iterable[Map]) -> Any:
 
 def reads_memory_of(map_: Map, owners: Mapping[int, Any]) -> bool:
     """Whether a weight of a map is in the memory of parameters."""
-    return any(_memory(getattr(map_, name)) in owners for name in map_.tensors())
+    return any(memory_of(getattr(map_, name)) in owners for name in map_.tensors())
 
 
 def _own(held: Any, owners: Mapping[int, Any]) -> Any:
-    return held.clone() if isinstance(held, Tensor) and _memory(held) in owners else held
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return held.clone() if isinstance(held, Tensor) and memory_of(held) in owners else held
 
 
 # From another device ------------------------------------------------------------------------------
@@ -249,13 +234,5 @@ def _other_device(held: Any, device: torch.device) -> torch.device | None:
     if isinstance(held, Tensor | torch.device):
         found = held.device if isinstance(held, Tensor) else held
         return None if found == device else found
-    each: Iterable[Any] = ()
-    if isinstance(held, tuple | list):
-        each = held
-    elif isinstance(held, dict):
-        each = held.values()
-    elif isinstance(held, partial):
-        each = held.func, held.args, held.keywords
-    elif isinstance(held, FunctionType):
-        each = [cell.cell_contents for cell in held.__closure__ or ()]
-    return next((d for one in each if (d := _other_device(one, device)) is not None), None)
+    found_inside = (_other_device(each, device) for each in parts_of(held))
+    return next((each for each in found_inside if each is not None), None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Any
@@ -42,8 +42,16 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+def written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operation will write to."""
+    found: list[Tensor] = []
+    for position, name in _written(func):
+        found += tensors_in(args[position] if position < len(args) else kwargs.get(name))
+    return found
+
+
 @cache
-def _is_fresh(func: Any) -> bool:
+def is_fresh(func: Any) -> bool:
     """Whether its results are new memory, unless they share that of an argument."""
     return all(result.alias_info is None for result in func._schema.returns)
 
@@ -94,12 +102,10 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Save what the operation will overwrite, and run it."""
         kwargs = kwargs or {}
-        for position, name in _written(func):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in tensors_in(given):
-                self._keep(tensor)
+        for tensor in written_tensors(func, args, kwargs):
+            self._keep(tensor)
         out = func(*args, **kwargs)
-        if _is_fresh(func):
+        if is_fresh(func):
             given_memory = set(map(_memory, tensors_in((args, kwargs))))
             self._fresh.update(set(map(_memory, tensors_in(out))) - given_memory)
         return out

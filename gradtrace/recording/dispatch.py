@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtrace.autodiff import nodes
 from gradtrace.errors import NotLinear
 from gradtrace.ir.program import MapTable, Step
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.sync import DeferredChecks
-from gradtrace.linops import Identity, Index, gather
+from gradtrace.linops import Identity, Index, Map, gather
+from gradtrace.linops.enclosed import copy_what_is_in, memory_of
+from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
+from gradtrace.pytorch.side_effects import is_fresh, written_tensors
 from gradtrace.recording import aten_rules, placeholders
 from gradtrace.recording.aten_rules import Call, Chains, shape_of
 
@@ -107,10 +110,17 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self.maps = MapTable()
         self.opened = False
+        self.users = False  # code of the user's is running
+        self._fresh: set[int] = set()  # memory that this code has allocated
+        self._written: dict[int, torch.UntypedStorage] = {}  # other memory that it has written to
 
-    def begin(self) -> None:
-        """Start a new formula, whose steps are appended to ``steps``."""
+    def begin(self, users: bool = False) -> None:
+        """Start a new formula, whose steps are appended to ``steps``. ``users``: code of the user's
+        is part of it, which may write to any tensor.
+        """
         self.steps = []
+        self.users = users
+        self._fresh.clear()
         self.opened = False
         self.values.clear()
         self.alive.clear()
@@ -125,11 +135,11 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         deps = self._dependent((*args, *kwargs.values()) if kwargs else args)
+        if func._schema.is_mutable or self.users:
+            self._before_write(func, args, kwargs)
         if not deps:
-            if func._schema.is_mutable:
-                self._clone_weights_sharing(args[0])
             out = torch.zeros(*args, **kwargs) if func is ZEROS else func(*args, **kwargs)
-            self.alive.append(out)
+            self._keep(func, out)
             return out
         found = _LOWERINGS.get(func) or lowering_of(func)
         if found.kind == "opened":
@@ -138,7 +148,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = placeholders.convolution_backward(*args)
         else:
             out = func(*args, **kwargs)
-        self.alive.append(out)
+        self._keep(func, out)
         call = Call(func, args, kwargs, deps, out, self.limit)
         if isinstance(out, Tensor):
             if out.layout is not torch.strided:
@@ -255,7 +265,7 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         aliases = {id(a): a for a in self._tensors() if a is not target and _shares(a, storage)}
         numbers = None
         for alias in aliases.values():
-            if alias.dtype is not target.dtype or alias.is_conj() != target.is_conj():
+            if _reads(alias) != _reads(target):
                 raise NotLinear("a value was written in place through a view of another dtype")
             if (inside := aten_rules.overwritten(target, alias)) is not None:
                 self._set(alias, inside, value)
@@ -284,16 +294,37 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps.append(Step(now, tuple(terms), shape_of(alias), alias.dtype.to_real()))
         self.values[id(alias)] = now
 
-    def _clone_weights_sharing(self, target: Any) -> None:
-        """Before a constant is overwritten, clone the weights of recorded maps that share it."""
-        if not isinstance(target, Tensor):
+    def _before_write(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
+        """Before a constant is overwritten, copy what recorded maps hold of it: those of this
+        formula, and all others if code of the user's writes, which may refer to any tensor.
+        """
+        written = {memory_of(x): x for x in written_tensors(func, args, kwargs)}
+        if not written:
             return
-        storage = target.untyped_storage()
-        for map_ in (map_ for step in self.steps for map_ in self.maps.of(step)):
-            for name in map_.tensors():
-                weight = getattr(map_, name)
-                if _shares(weight, storage):
-                    setattr(map_, name, weight.clone())
+        maps: Iterable[Map] = self.maps
+        if not self.users or self._fresh.issuperset(written):
+            maps = [map_ for step in self.steps for map_ in self.maps.of(step)]
+        for map_ in maps:
+            copy_what_is_in(map_, written)
+        if self.users:
+            old = {key: x for key, x in written.items() if key not in self._fresh}
+            self._written.update((key, x.untyped_storage()) for key, x in old.items())
+
+    def end_users_code(self) -> None:
+        """Copy what the maps of this formula hold of memory that code of the user's has written to:
+        it may write there again, and what a pass has changed is put back at its end.
+        """
+        self.users = False
+        if self._written:
+            with _disable_current_modes():
+                for map_ in (map_ for step in self.steps for map_ in self.maps.of(step)):
+                    copy_what_is_in(map_, self._written)
+
+    def _keep(self, func: Any, out: Any) -> None:
+        """Keep a result alive, and note whether it is new memory."""
+        self.alive.append(out)
+        if self.users and is_fresh(func):
+            self._fresh.update(map(memory_of, tensors_in(out)))
 
     def _tensors(self) -> Iterable[Tensor]:
         for x in self.alive:
@@ -301,6 +332,11 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield x
             elif isinstance(x, (list, tuple)):
                 yield from (y for y in x if isinstance(y, Tensor))
+
+
+def _reads(x: Tensor) -> tuple[torch.dtype, bool, bool]:
+    """How a tensor reads its memory."""
+    return x.dtype, x.is_conj(), x.is_neg()
 
 
 def _shares(x: Tensor, storage: torch.UntypedStorage) -> bool:

@@ -110,13 +110,14 @@ class FormulaRecorder:
     def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
         """Run the hooks on a leaf and record them as the steps of ``block``; the new gradient."""
         self._finish_checks()
-        self.recorder.begin()
+        self.recorder.begin(users=True)
         self.recorder.track(tensor, block.takes[0])
         given = self._known([tensor])
         with self.recorder:
             (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
         if id(changed) not in self.recorder.values:
             raise NotLinear("the gradient was replaced by one that has nothing to do with it")
+        self.recorder.end_users_code()
         self._check_linear(self.recorder.steps, [tensor], given, [changed])
         block.steps = tuple(self.recorder.steps)
         block.gives[0] = self.recorder.values[id(changed)]
@@ -139,16 +140,16 @@ class FormulaRecorder:
         facts = FACTS.get(type(node)) or learn(type(node))
         grads: list[Tensor | None] = [None] * (nodes.outputs_of(node) if facts.multi_output else 1)
         recorder = self.recorder
-        recorder.begin()
+        hooked = node._sequence_nr() < self.clear_since
+        users = hooked or facts.python
+        recorder.begin(users)
         for slot, (tensor, value) in arrived.items():
             if any(tensor is other for other in grads):  # a + b passes one tensor to both
                 tensor = tensor.clone()
             grads[slot] = tensor
             recorder.track(tensor, value)
-        hooked = node._sequence_nr() < self.clear_since
         if hooked or (facts.python and block.label is None):
             self._finish_checks()
-        users = hooked or facts.python
         given = self._known(grads) if users else {}
         ready: Grads = grads
         if hooked:
@@ -166,6 +167,8 @@ class FormulaRecorder:
             formula, before, given = len(recorder.steps), outs, self._known(outs)
             outs = hooks.after(node, outs, ready)
             self._check_linear(recorder.steps[formula:], before, given, outs)
+        if users:
+            recorder.end_users_code()
         return outs
 
     def _known(self, given: Grads) -> dict[int, Tensor]:

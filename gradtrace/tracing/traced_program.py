@@ -19,6 +19,7 @@ from gradtrace.ir import memory
 from gradtrace.ir.program import Leaf, Program
 from gradtrace.kernels import Backend, backend_of
 from gradtrace.linops import Cut, Identity, Index, Reduce, Slot
+from gradtrace.linops.enclosed import tensors_in
 from gradtrace.linops.read_through import AwayView, sharded_model, views_of
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.paths.paths import Builder
@@ -211,7 +212,7 @@ def indices(index: int | Sequence[int]) -> tuple[int, ...]:
 # Whether tensors were changed ---------------------------------------------------------------------
 
 WITHOUT_WEIGHTS = frozenset({Identity, Index, Reduce, Cut, Slot})
-"""Maps that hold numbers only."""
+"""Maps that have no weights."""
 
 
 def weights_of(program: Program) -> Iterable[Tensor]:
@@ -221,6 +222,8 @@ def weights_of(program: Program) -> Iterable[Tensor]:
     if any(hasattr(kind, "views") for kind in set(map(type, maps))):
         away = [view for map_ in maps for view in views_of(map_) if isinstance(view, AwayView)]
         held += [tensor for view in away for tensor in view.tensors]
+    indices = [map_.move for map_ in program.maps if type(map_) is Index]
+    held += [tensor for move in indices for tensor in tensors_in(move)]
     return {id(tensor): tensor for tensor in held if isinstance(tensor, Tensor)}.values()
 
 
@@ -229,8 +232,9 @@ class TensorStates:
 
     def __init__(self, program: Program) -> None:
         shards = (leaf.shard for leaf in program.leaves if leaf.shard is not None)
-        self.versions = [(t, t._version) for t in (*weights_of(program), *shards)]
-        given = (t for t, _ in self.versions if not t.requires_grad)  # inputs, buffers, masks
+        tensors = [*weights_of(program), *shards]
+        self.versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        given = (t for t in tensors if not t.requires_grad)  # inputs, buffers, masks
         self._prints = (
             WeightFingerprints(leaf.stored for leaf in program.leaves),
             WeightFingerprints(given, SAMPLE_ELEMENTS),
