@@ -23,6 +23,7 @@ from gradtrace.ir.plan import Encoding, Form
 from gradtrace.ir.program import Program, Step
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Contract, Identity, Index, Map, tiling
+from gradtrace.linops.base import Best
 from gradtrace.linops.diag_low_rank import Normaliser, _line_layout
 from gradtrace.linops.gather import Slot
 from gradtrace.tracing import executor, greedy_rule
@@ -212,6 +213,24 @@ def test_zeros_are_looked_for_with_one_wait(monkeypatch: pytest.MonkeyPatch) -> 
         assert missed is not None and bool(missed.all())
         with Waits(1 if waits else None):
             assert _cancelled((part._replace(x=torch.zeros(2, 2)),), torch.zeros(2, 3)) is None
+
+
+def test_rows_that_read_zeros_alone_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of a sequence gets no gradient: its rows have the length of a vocabulary."""
+    x, weight = torch.tensor([[1.0, -1.0], [0.0, 0.0]] + [[1.0, 2.0]] * 400), torch.ones(2, 3)
+    part = PendingContribution(Contract("mk,kn->mn", weight, (402, 2), (402, 3)), x)
+    asked: list[Tensor] = []
+    best = Contract.best
+
+    def noted(self: Contract, x: Tensor, at: Tensor | None = None) -> Best:
+        assert at is not None
+        asked.append(at)
+        return best(self, x, at)
+
+    monkeypatch.setattr(Contract, "best", noted)
+    found = _cancelled((part,), part.value())
+    assert found is not None and found.nonzero().tolist() == [[0, 0], [0, 1], [0, 2]]
+    assert torch.cat(asked).tolist() == [0, 1, 2]
 
 
 # Values that only leaves are made of -------------------------------------------------------------

@@ -559,6 +559,11 @@ def test_what_is_not_loud_gets_nothing(build: Callable[[Make], Map]) -> None:
         if loud is not None:
             largest = m.largest(x).value
             assert not largest[~loud.reshape(largest.shape)].any()
+        at = torch.arange(0, m.outputs, 2)
+        if (read := m.reads_nonzero(x, at)) is not None:
+            entries = m.rows(at)
+            there = (entries.source >= 0) & (x.reshape(-1)[entries.source.clamp(min=0)] != 0)
+            assert torch.equal(read, there.any(1))
 
 
 def test_few_rows_at_a_time(build: Callable[[Make], Map], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -574,9 +574,12 @@ def test_sizes_and_zeros(isa: str, threads: int, monkeypatch: pytest.MonkeyPatch
             assert found[1, 3] == wide[0].abs()
             for each in (x, wide, torch.ones(size), -0.0 * x):
                 assert torch.equal(ops.zeros(each), plainly(ops.zeros, each))
+                assert ops.has_zeros(each) is (0 in each) is plainly(ops.has_zeros, each)
     finally:
         cpu_library.use_isa(before)
     turned = torch.randn(30, 20).T
+    assert not ops.has_zeros(turned)
+    assert ops.has_zeros(turned.relu()) and ops.has_zeros(turned.relu()[:, ::2])
     torch.testing.assert_close(
         ops.sizes([turned]), ops.sizes([turned.contiguous()]), rtol=1e-12, atol=0
     )

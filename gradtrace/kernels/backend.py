@@ -239,6 +239,9 @@ class Backend(Protocol):
     def zeros(self, x: Tensor) -> Tensor:
         """The numbers of the elements that are 0, ascending."""
 
+    def has_zeros(self, x: Tensor) -> bool:
+        """Whether any element is 0."""
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         """An empty batch of leaves, if leaves like this one can be tallied many at a time."""
 

@@ -289,6 +289,10 @@ class Cpu(Reference):
         found = cpu_library.zeros(self.library, x)
         return super().zeros(x) if found is None else found
 
+    def has_zeros(self, x: Tensor) -> bool:
+        found = cpu_library.has_zeros(self.library, x)
+        return super().has_zeros(x) if found is None else found
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return CpuBatchedTally(gradient.device, self.library)
 

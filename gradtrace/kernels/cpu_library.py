@@ -182,8 +182,7 @@ def _is_plain(x: Tensor) -> bool:
 def zeros(library: ctypes.CDLL, x: Tensor) -> Tensor | None:
     """``Backend.zeros``, of contiguous tensors of float32 or float64; None of others."""
     call = getattr(library, "gradtrace_zeros", None)
-    kind = x.dtype in (torch.float32, torch.float64)
-    if call is None or not (kind and x.is_cpu and x.is_contiguous()):
+    if call is None or not (_is_searched(x) and x.is_contiguous()):
         return None
     n, count = x.numel(), ctypes.c_int64()
     place, room = pointers.flat(x, x.dtype, n), tuning.ZEROS_ROOM
@@ -194,6 +193,23 @@ def zeros(library: ctypes.CDLL, x: Tensor) -> Tensor | None:
         if count.value <= room:
             return found[: count.value]
         room = count.value
+
+
+def has_zeros(library: ctypes.CDLL, x: Tensor) -> bool | None:
+    """``Backend.has_zeros``, of tensors of float32 or float64 without gaps in memory, in one pass
+    where ``x.all()`` takes three; None of others.
+    """
+    call = getattr(library, "gradtrace_zeros", None)
+    if call is None or not (_is_searched(x) and is_dense(x)):
+        return None
+    n, count = x.numel(), ctypes.c_int64()
+    given = x.dtype is torch.float64, n, pointers.address(x, x.dtype, n), 0, None
+    checked(call(*given, ctypes.byref(count), threads_for(n)))
+    return count.value > 0
+
+
+def _is_searched(x: Tensor) -> bool:
+    return x.dtype in (torch.float32, torch.float64) and x.is_cpu
 
 
 def rows(library: ctypes.CDLL, x: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -170,6 +170,9 @@ class Reference:
     def zeros(self, x: Tensor) -> Tensor:
         return (x == 0).reshape(-1).nonzero().reshape(-1)
 
+    def has_zeros(self, x: Tensor) -> bool:
+        return not bool(x.all())
+
     def tally_batch(self, gradient: Tensor) -> LeafBatch | None:
         return None
 

@@ -159,6 +159,12 @@ class Map(ABC):
         """
         return None
 
+    def reads_nonzero(self, x: Tensor, at: Tensor) -> Tensor | None:
+        """Which of the output elements ``at`` have an element of ``x`` in their row that is not 0;
+        None if that costs as much as their largest contributions, or would synchronise.
+        """
+        return None
+
     def copies(self, count: int) -> Map | None:
         """The map of ``count`` independent inputs along a new first dimension, if that is a map of
         the same kind; else None (``side_by_side.copied`` falls back to ``SideBySide``).

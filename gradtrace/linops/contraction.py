@@ -174,6 +174,15 @@ class Contract(Map):
         rows, columns = any_nonzero(how.left(x), [2]), any_nonzero(how.right(self.weight), [1])
         return how.back(rows.unsqueeze(2) & columns.unsqueeze(1))
 
+    def reads_nonzero(self, x: Tensor, at: Tensor) -> Tensor | None:
+        if backend_of(x).synchronises:
+            return None
+        how = self.plan()
+        left, steps = how.left(x), how.element_strides  # (b, m, k)
+        place = _combined(steps.batch, left.shape[1], steps.row, 1)
+        lines, which = located(at, self.out_shape, place).unique(return_inverse=True)
+        return any_nonzero(left[lines // left.shape[1], lines % left.shape[1]], [1])[which]
+
     def copies(self, count: int) -> Map | None:
         return self._batched(self.weight, False, (count, *self.in_shape))
 

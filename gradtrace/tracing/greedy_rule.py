@@ -166,7 +166,7 @@ class Greedy:
                 if merged is None:
                     return None
                 ids = merged
-        elif first.unmasked and not bool(value.all()):
+        elif first.unmasked and backend.has_zeros(value):
             return None
         for other in rest if known is None else ():
             assert other.value is not None

@@ -71,7 +71,7 @@ class PendingContribution(NamedTuple):
     def reached(self, at: Tensor) -> Tensor:
         """Which of the elements ``at`` receive a nonzero product from some element of ``x``."""
         if self.few_rows(at):
-            return self._largest_by_rows(at) != 0
+            return self._reached_by_rows(at)
         exact = self.may_be_nonzero() if self.map.unit_weights else None
         if exact is not None:
             return exact.reshape(-1)[at]
@@ -91,11 +91,27 @@ class PendingContribution(NamedTuple):
         return self._largest_by_rows(at) if self.few_rows(at) else self.largest().reshape(-1)[at]
 
     def _largest_by_rows(self, at: Tensor) -> Tensor:
+        there, at = self._unmoved(at)
+        return self.map.best(self.x, at).value * there
+
+    def _reached_by_rows(self, at: Tensor) -> Tensor:
+        there, at = self._unmoved(at)
+        read = self.map.reads_nonzero(self.x, at)
+        if read is None:
+            return there & (self.map.best(self.x, at).value != 0)
+        there &= read
+        there[there.clone()] = self.map.best(self.x, at[there]).value != 0
+        return there
+
+    def _unmoved(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The elements of ``map(x)`` that are moved to the elements ``at``, and whether there is
+        one.
+        """
         there = torch.ones_like(at, dtype=torch.bool)
         for move in reversed(self.moves):
             source = move.rows(at).source[:, 0]
             there, at = there & (source >= 0), source.clamp(min=0)
-        return self.map.best(self.x, at).value * there
+        return there, at
 
     def selected(self) -> tuple[Tensor, Tensor]:
         """The largest single |product| to each element, and its provenance id."""
@@ -295,7 +311,7 @@ def _zeros_of_sum(
     waits, at = backend.synchronises, None
     if not waits and value.is_contiguous():
         at = backend.zeros(value)
-    elif not (waits and value.numel() <= ZERO_SEARCH_MAX_ELEMENTS) and bool(value.all()):
+    elif not (waits and value.numel() <= ZERO_SEARCH_MAX_ELEMENTS) and not backend.has_zeros(value):
         at = torch.empty(0, dtype=torch.int64, device=value.device)
     if at is not None and not len(at):
         return at

@@ -175,7 +175,8 @@ struct Table {
         number(count * COPIES) {}
 
   static bool uniform(const int32_t* ids, int32_t id) {
-    int32_t differs = 0;
+    int32_t differs = (ids[0] ^ id) | (ids[1] ^ id) | (ids[7] ^ id) | (ids[BLOCK - 1] ^ id);
+    if (differs) return false;
     for (int64_t i = 0; i < BLOCK; i++) differs |= ids[i] ^ id;
     return !differs;
   }
@@ -376,7 +377,9 @@ template <typename T>
 void tally(int64_t n, const int32_t* ids, const T* gradient, int64_t count, int64_t* counts,
            double* sums, int threads) {
   const auto add = [&](auto& table, int64_t i, int64_t j) { table.add(j - i, ids + i, gradient + i); };
-  const Reach<T> all = reach(n, gradient, threads);
+  // Bins of all exponents that occur, or, if they are few beside the elements, of all there are.
+  const bool every = sizeof(T) == 4 && n >= 256 * count;
+  const Reach<T> all = every ? Reach<T>::everything() : reach(n, gradient, threads);
   count <= 128 ? counted<T, 4>(n, count, all, counts, sums, threads, add)
                : counted<T, 1>(n, count, all, counts, sums, threads, add);
 }
@@ -427,7 +430,7 @@ void sizes(int64_t n, const float* x, double* out, int threads) {
 }
 
 // The numbers of the elements that are 0, ascending, as many as there is room for; returns how many
-// there are.
+// there are. Without room, only whether there are any.
 template <typename T>
 int64_t zeros(int64_t n, const T* x, int64_t room, int64_t* out, int threads) {
   constexpr int64_t BLOCK = 512;
@@ -438,7 +441,9 @@ int64_t zeros(int64_t n, const T* x, int64_t room, int64_t* out, int threads) {
       Bits<T> any = 0;
       for (int64_t k = i; k < j; k++) any |= -Bits<T>(x[k] == 0);
       for (int64_t k = i; any && k < j; k++) {
-        if (x[k] == 0) found[first / COUNTED].push_back(k);
+        if (x[k] != 0) continue;
+        found[first / COUNTED].push_back(k);
+        if (!room) return;
       }
     }
   });
