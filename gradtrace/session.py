@@ -63,6 +63,10 @@ class Session:
         """The class of each module, by name."""
         return {}
 
+    def _names_for(self, loss: Tensor) -> NameTable:
+        """The names, with the module calls that may be the loss's."""
+        return self.name_table
+
     def graph(self, loss: Tensor) -> Graph:
         """The computation graph behind the loss, with the module of each operator.
 
@@ -349,7 +353,7 @@ class Session:
         checked(inputs, rule, integrated, function, baseline, tokens)
         if not function:
             number = cast("Tensor", scalar)  # anything else is refused by ``trace``
-            trace = self._input_tracer().trace(number, inputs, rule)
+            trace = self._input_tracer(number).trace(number, inputs, rule)
             self._warn_of_unwatched(number, 2)
             return of_scalar(number, inputs, trace, rule, tokens or {})
         run = cast("Callable[..., Tensor]", scalar)
@@ -363,8 +367,8 @@ class Session:
         """A session of the same names, for another forward pass."""
         return nullcontext(Session())
 
-    def _input_tracer(self) -> InputTracer:
-        return InputTracer(self.name_table, self._hooks, self._classes(), self.model)
+    def _input_tracer(self, scalar: Tensor) -> InputTracer:
+        return InputTracer(self._names_for(scalar), self._hooks, self._classes(), self.model)
 
     def _traced_at(
         self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor], rule: str
@@ -373,7 +377,7 @@ class Session:
         at = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
         with torch.enable_grad(), self._again() as session:
             value = function(*at.values())
-        return session._input_tracer().trace(value, at, rule), value
+        return session._input_tracer(value).trace(value, at, rule), value
 
     def _trace_at(
         self, function: Callable[..., Tensor], rule: str
@@ -382,7 +386,7 @@ class Session:
 
     def _recorded(self, loss: Tensor, seed: Tensor, *options: Any, **more: Any) -> Program:
         """The program of a loss; the options are those of ``record``."""
-        found = recorded(loss, seed, self.name_table, self._hooks, *options, **more)
+        found = recorded(loss, seed, self._names_for(loss), self._hooks, *options, **more)
         RECENT.refresh()
         return found
 

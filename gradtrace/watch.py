@@ -15,7 +15,15 @@ from torch.optim import Optimizer
 
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.loss_checks import isolated, unseen_modules, unwatched
-from gradtrace.autodiff.names import GIVEN, MADE, NO_MODULE, OUTSIDE, ModuleCall, ThreadCall
+from gradtrace.autodiff.names import (
+    GIVEN,
+    MADE,
+    NO_MODULE,
+    OUTSIDE,
+    ModuleCall,
+    NameTable,
+    ThreadCall,
+)
 from gradtrace.autodiff.nodes import annotate, maker_of, next_sequence
 from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
@@ -120,6 +128,7 @@ class watch(Session, Listener):
         self._lock = threading.RLock()
         self._here = _ThreadState()
         self._thread = 0
+        self._repeated = False  # whether an outermost module was called several times
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self: W) -> W:
@@ -211,6 +220,7 @@ class watch(Session, Listener):
                 annotate(tensor, here.away, GIVEN)
         notes = self.name_table if here.away is None else here.away
         noted = Noted(here, self._next_call(self._name(module)))
+        self._repeated |= not here.stack and noted.place.call > 0
         here.stack.append(noted)
         notes.enter(next_sequence(), noted.place)
         if self.composed and isinstance(module, nn.LSTM):
@@ -227,6 +237,12 @@ class watch(Session, Listener):
             call = self._calls.get(name, 0)
             self._calls[name] = call + 1
         return ModuleCall(name, call)
+
+    def _names_for(self, loss: Tensor) -> NameTable:
+        made = isinstance(loss, Tensor) and maker_of(loss) is not None
+        if made and self._repeated and not self.name_table.away:
+            return self.name_table.of_loss(loss)
+        return self.name_table
 
     def _name_parameters(self, module: nn.Module) -> None:
         """Name leaves that ``torch.func.functional_call`` substituted for parameters."""

@@ -134,6 +134,25 @@ def test_the_next_loss_is_replayed(dtype: torch.dtype) -> None:
         optimiser.zero_grad()
 
 
+@pytest.mark.parametrize("uses", [1, 2])
+def test_losses_of_one_watch_that_stays_open(uses: int) -> None:
+    """Of each loss the calls are counted from its own first one."""
+    model = Small()
+
+    def loss() -> Tensor:
+        return sum(model(torch.randint(7, (3, 4))).square().mean() for _ in range(uses))  # type: ignore[return-value]
+
+    with gt.watch(model) as watch:
+        losses = [loss() for _ in range(3)]
+        with torch.no_grad():
+            loss()
+        losses.append(loss())
+        traces = [watch.trace(each) for each in losses]
+        calls = [{b.place.call for b in t.program.blocks} for t in traces]
+    assert calls == [set(range(uses))] * 4
+    assert [t.program.recorded == "" for t in traces] == [False, True, True, True]
+
+
 def test_every_measure_has_the_same_answer() -> None:
     model = Small()
     traced(model)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -72,6 +72,21 @@ class CallRanges:
         at = bisect_right(self.starts, number) - 1
         return self.places[at] if at >= 0 else OUTSIDE
 
+    def since(self, number: int) -> CallRanges:
+        """The ranges from that of a sequence number on; calls of each module are counted from the
+        first of these.
+        """
+        first = max(bisect_right(self.starts, number) - 1, 0)
+        found = CallRanges(self.starts[first:], self.places[first:])
+        least: dict[str, int] = {}
+        for place in found.places:  # a module that calls itself comes back to an earlier call
+            if place is not NO_MODULE and place is not OUTSIDE:
+                least[place.module] = min(place.call, least.get(place.module, place.call))
+        for at, place in enumerate(found.places):
+            if place is not NO_MODULE and place is not OUTSIDE and least[place.module]:
+                found.places[at] = ModuleCall(place.module, place.call - least[place.module])
+        return found
+
 
 @dataclass(eq=False)
 class ThreadCall(CallRanges):
@@ -120,6 +135,14 @@ class NameTable(CallRanges):
                 )
             name_table.name(tensor, name)
         return name_table
+
+    def of_loss(self, loss: Tensor) -> NameTable:
+        """The table with the calls from the loss's first operator on, as if earlier ones were not.
+
+        Losses that are computed one after the other have the same places then, and the same plan.
+        """
+        found = self.since(first_number(loss))
+        return replace(self, starts=found.starts, places=found.places)
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give a leaf one more name."""
@@ -268,6 +291,12 @@ def unknown(kind: str, name: object, known: Mapping[str, object]) -> str:
 
 
 # Calls on other threads ---------------------------------------------------------------------------
+
+
+def first_number(loss: Tensor) -> int:
+    """The sequence number of the loss's first operator."""
+    numbers = map(sequence_of, pending(root_of(loss))[0])
+    return min((number for number in numbers if number is not None), default=0)
 
 
 def off_thread_calls(loss: Tensor, name_table: NameTable) -> dict[Node, ModuleCall]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.names import ModuleCall, NameTable, unused
-from gradtrace.autodiff.traversal import walk
+from gradtrace.autodiff.names import ModuleCall, NameTable, first_number, unused
 from gradtrace.diagnosis import Subject
 from gradtrace.pytorch.module_calls import listen_to_all
 from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters, unwrapped
@@ -85,7 +83,7 @@ class Discovery(watch):
         numbers = [self._names[key] for key in self._modules]
         final = dict(zip(numbers, (names[m] for m in seen)))
         graph = isinstance(loss, Tensor) and nodes.maker_of(loss) is not None
-        earliest = 0 if self._record is not None and not graph else _earliest(loss)
+        earliest = 0 if self._record is not None and not graph else first_number(loss)
         self._write_calls(table, earliest, final)
         self._calls = {final[number]: count for number, count in self._calls.items()}
         if self._record is not None:
@@ -93,14 +91,9 @@ class Discovery(watch):
 
     def _write_calls(self, table: NameTable, earliest: int, final: Mapping[str, str]) -> None:
         """Keep the module calls from the loss's first operator on, under their final names."""
-        old = self.name_table
-        first = max(bisect_right(old.starts, earliest) - 1, 0)
-        kept = list(zip(old.starts, old.places))[first:]
-        skipped: dict[str, int] = {}
-        for _, (module, call) in kept:  # a module that calls itself comes back to an earlier call
-            skipped[module] = min(call, skipped.get(module, call))
-        for start, (module, call) in kept:
-            table.enter(start, ModuleCall(final.get(module, ""), call - skipped[module]))
+        found = self.name_table.since(earliest)
+        for start, (module, call) in zip(found.starts, found.places):
+            table.enter(start, ModuleCall(final.get(module, ""), call))
         self.name_table = table
 
     def _roots(
@@ -139,10 +132,3 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
             found[module] = None
             inside.update(m for _, m in named_modules(module) if m is not module)
     return [module for module in found if module not in inside]
-
-
-def _earliest(loss: Any) -> int:
-    """The sequence number of the loss's first operator."""
-    numbers: list[int | None] = []
-    walk(loss, lambda node, _: numbers.append(nodes.sequence_of(node)))
-    return min((number for number in numbers if number is not None), default=0)
