@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -293,7 +293,7 @@ def unknown(kind: str, name: object, known: Mapping[str, object]) -> str:
 # Calls on other threads ---------------------------------------------------------------------------
 
 
-def first_number(loss: Tensor) -> int:
+def first_number(loss: Any) -> int:
     """The sequence number of the loss's first operator."""
     numbers = map(sequence_of, pending(root_of(loss))[0])
     return min((number for number in numbers if number is not None), default=0)

@@ -180,7 +180,7 @@ class Contract(Map):
         how = self.plan()
         left, steps = how.left(x), how.element_strides  # (b, m, k)
         place = _combined(steps.batch, left.shape[1], steps.row, 1)
-        lines, which = located(at, self.out_shape, place).unique(return_inverse=True)
+        lines, which = located(at, self.out_shape, place).unique(return_inverse=True)  # type: ignore[no-untyped-call]
         return any_nonzero(left[lines // left.shape[1], lines % left.shape[1]], [1])[which]
 
     def copies(self, count: int) -> Map | None:
