@@ -182,6 +182,14 @@ class ForwardRecord:
         elif extent := extent_of(tensor):
             self.extents[value] = extent
 
+    def measure_given(self, tensors: Iterable[Tensor]) -> None:
+        """Note the ranges of parameters and data now, and not when somebody asks."""
+        for tensor in tensors:
+            known = self.known(tensor)
+            value = self.make(tensor) if known is None else known
+            if value not in self.extents and value not in self.makers:
+                self.measure(value, tensor)
+
     def carry(self, inputs: tuple[int, ...], value: int, tensor: Tensor) -> bool:
         """Note the range of a value that is its only input moved, without looking at it. False if
         that is not known: if it is of another dtype, or if the input was made of nothing
@@ -396,6 +404,8 @@ class ForwardRecorder(PausedMode):
         given, numbers = _arguments(args, kwargs)
         if any(type(each) not in PLAIN and is_lazy(each) for each in given):
             return func(*args, **kwargs)  # parameters that have no numbers yet
+        if name in _RUNNING:
+            self.record.measure_given(given)
         versions = [*map(_version, given)]
         needing = [tensor for tensor in given if tensor.requires_grad]
         start = nodes.next_sequence()
@@ -522,10 +532,7 @@ class ForwardRecorder(PausedMode):
             extent = extents.get(value)
             if extent is None or not extent.bad:
                 continue
-            for each in given:
-                own = record.known(each)
-                if own is not None and own not in extents and own not in record.makers:
-                    record.measure(own, each)
+            record.measure_given(given)
             before = [extents[v] for v in operation.inputs if v in extents]
             if any(each.nan if extent.nan else each.bad for each in before):
                 continue
@@ -608,6 +615,9 @@ _QUIET = frozenset(
     + ("__format__", "__bool__", "__hash__", "requires_grad_", "get_device", "is_contiguous")
 )
 
+
+_RUNNING = frozenset(("batch_norm", "instance_norm"))
+"""Functions that change running statistics, which PyTorch does not count as a change in place."""
 
 _SHAPE_ONLY = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")

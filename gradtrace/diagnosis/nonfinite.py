@@ -61,10 +61,16 @@ class Origins:
         if not began:  # an infinite value that was given, and stayed infinite
             return self._given(held[0], bad, of) if held else None
         first = (meant or began)[0]
-        infinite = [v for v in first.inputs if v in bad and v not in self.record.makers]
-        if infinite and plain(first.name) not in BLAMELESS and "attention" not in first.name:
-            return self._given(infinite[0], bad, of)
-        return self.value(first, bad, of)
+        infinite = [] if _may_mask(first) else self._given_above(first, bad)
+        return self._given(min(infinite), bad, of) if infinite else self.value(first, bad, of)
+
+    def _given_above(self, operation: Operation, bad: set[int]) -> list[int]:
+        """The bad values that were given, of which an operation's bad inputs are made; not by
+        operations to which a mask may be given.
+        """
+        inputs = [value for value in operation.inputs if value in bad]
+        found = self.record.above(inputs, lambda each: not _may_mask(each))
+        return [v for v in found if v in bad and v not in self.record.makers]
 
     def _told(self, value: int) -> bool:
         """Whether a value that was given is to blame: NaN, or a parameter that is infinite. Masks
@@ -128,6 +134,10 @@ class Origins:
         if len(steps) > SHOWN_STEPS:
             steps[SHOWN_STEPS - 2 : -1] = ["..."]
         return tuple(steps)
+
+
+def _may_mask(operation: Operation) -> bool:
+    return plain(operation.name) in BLAMELESS or "attention" in operation.name
 
 
 def of_gradient(

@@ -150,6 +150,24 @@ def nan_in_a_buffer() -> Any:
     return training(Normal())
 
 
+@case("loss", "an input", "enc", "already holds")
+def infinity_in_the_data() -> Any:
+    """It is infinite until a batch norm makes NaN of it, and of its running statistics."""
+
+    class Normal(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.enc(x)))  # HERE
+
+    model = Normal()
+    x, y = data()
+    x[2, 1] = float("inf")
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
 @case("gradient", "SqrtBackward0", "middle", "0 (float32)")
 def root_at_zero() -> Any:
     return training(Middle(lambda h: h + (h * 0).sqrt()))  # HERE
