@@ -212,6 +212,8 @@ class watch(Session, Listener):
         if self._stop_listening is None or not self._is_recording():
             return None
         if threading.get_ident() == self._thread:
+            if not here.stack:
+                self.name_table.forget()
             for each in (module,) if here.stack else tuple(self._modules.values()):
                 self._name_parameters(each)
         elif here.away is None:

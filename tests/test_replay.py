@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
-from gradtrace.autodiff import hooks
+from gradtrace.autodiff import hooks, tuning
 from gradtrace.autodiff.pass_scope import collector_off, own_work_runs
 from gradtrace.errors import FreedGraph, GradtraceError, NonFinite
 from gradtrace.ir.program import Program, structure_of
@@ -151,6 +151,17 @@ def test_losses_of_one_watch_that_stays_open(uses: int) -> None:
         calls = [{b.place.call for b in t.program.blocks} for t in traces]
     assert calls == [set(range(uses))] * 4
     assert [t.program.recorded == "" for t in traces] == [False, True, True, True]
+
+
+def test_a_watch_that_stays_open_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "NOTED_CALLS", 20)
+    model, found = Small(), set()
+    with gt.watch(model) as watch:
+        for _ in range(8):
+            loss = model(torch.randint(7, (3, 4))).square().mean()
+            found.add(tuple((b.operator, b.place) for b in watch.trace(loss).program.blocks))
+            assert len(watch.name_table.starts) == len(watch.name_table.places) <= 40 + 10
+    assert len(found) == 1 and {"", "mix", "norm"} <= {place.module for _, place in found.pop()}
 
 
 def test_every_measure_has_the_same_answer() -> None:

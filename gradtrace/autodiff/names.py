@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
+from gradtrace.autodiff import tuning
 from gradtrace.autodiff.nodes import (
     ACCUMULATE,
     VIEWS,
@@ -66,6 +67,11 @@ class CallRanges:
         """Nodes from this sequence number on belong to ``place``."""
         self.starts.append(sequence)
         self.places.append(place)
+
+    def forget(self) -> None:
+        """Forget calls of long ago, if there are many."""
+        if len(self.starts) > 2 * tuning.NOTED_CALLS:
+            del self.starts[: -tuning.NOTED_CALLS], self.places[: -tuning.NOTED_CALLS]
 
     def place_at(self, number: int) -> ModuleCall:
         """The innermost module call that a node of this sequence number was made in."""

@@ -9,3 +9,7 @@ evenly spaced elements."""
 
 STACK_RESERVE_FRAMES = 50
 """Frames of Python's stack that the recursive schedule leaves to the formulas."""
+
+NOTED_CALLS = 1 << 18
+"""Of a watch that stays open, so many entries of earlier module calls are kept, and at most twice
+as many before a forward pass begins."""
