@@ -313,6 +313,26 @@ def test_sparse_buffers(layout: torch.layout, tmp_path: Path) -> None:
     assert len(monitor.incidents) == 1
 
 
+@pytest.mark.parametrize("rerun", [True, False])
+def test_a_model_whose_parts_are_called(rerun: bool, tmp_path: Path) -> None:
+    """As a generator and a discriminator in one container, which has no forward pass."""
+    model = nn.ModuleDict({"g": nn.Linear(3, 3), "d": nn.Linear(3, 1)})
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model["d"](model["g"](x).tanh()).square().mean()
+
+    with gt.Monitor(model, trigger="nonfinite", file=tmp_path / "run.jsonl", view=False) as monitor:
+        for bad in (False, True):
+            x = torch.full((2, 3), math.nan) if bad else torch.ones(2, 3)
+            warns = pytest.warns(UserWarning, match="the loss is nan") if bad else nullcontext()
+            with warns:
+                monitor.step(loss_of(x), **({"rerun": loss_of, "batch": x} if rerun else {}))
+    found = gt.load_incident(monitor.incidents[0])
+    assert found.step == 1 and found.same is rerun
+    told = "an input already holds it" if rerun else "the model itself was not called in this step"
+    assert told in str(found)
+
+
 def test_triggers_come_and_go_while_an_optimiser_steps() -> None:
     """As on another thread: the table of hooks that PyTorch goes over must not change meanwhile."""
     model = nn.Linear(2, 1)

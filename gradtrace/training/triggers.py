@@ -51,6 +51,10 @@ UNDRAWN = (
     "it depends on more than batch and weights. The steps before it drew no random numbers, so "
     "their state was not kept."
 )
+UNCALLED = (
+    "the model itself was not called in this step, so that nothing was kept of what it began with: "
+    "call monitor.begin() there."
+)
 AFTER = (
     "The model's outputs are finite: the loss is made of them by code that could not be run again."
     " Pass it: monitor.step(loss, rerun=loss_of, batch=(x, y))."
@@ -210,27 +214,26 @@ class Triggers:
         """
         if self._granted:
             self.revoke()
-        kept = self.keeper.take()
+        kept = self.keeper.take() or Kept(None, {}, {}, [], [])
         if self._pending is not None:
             if at.micro:  # of the same step as the pass before, so no optimiser has moved
                 self._check_gradients()
             self._pending = None
-        if kept is not None:
-            by, scaled = scale, False
-            if type(scale) is not float and hasattr(scale, "get_scale"):
-                by, scaled = float(scale.get_scale()), getattr(scale, "dynamic", True)
-            value = loss_value(loss) / by
-            finite = isfinite(value)
-            said = self._rule.exceeded(value, kept) if self._spike and finite else ""
-            fired = ""
-            if said or not finite or self._lasting:
-                fired, said = self._new(value, said)
-            if fired:
-                one = Pass(at.number, at.micro, value, by, kept, rerun, batch)
-                self._handle(fired, "loss", said, one, loss)
-            elif self._nonfinite and finite and (by == 1 or not scaled):  # a scaler looks itself
-                self._pending = at.base + at.at, at.micro, value, by, kept, rerun, batch
-            kept.outputs.clear()
+        by, scaled = scale, False
+        if type(scale) is not float and hasattr(scale, "get_scale"):
+            by, scaled = float(scale.get_scale()), getattr(scale, "dynamic", True)
+        value = loss_value(loss) / by
+        finite = isfinite(value)
+        said = self._rule.exceeded(value, kept) if self._spike and finite else ""
+        fired = ""
+        if said or not finite or self._lasting:
+            fired, said = self._new(value, said)
+        if fired:
+            one = Pass(at.number, at.micro, value, by, kept, rerun, batch)
+            self._handle(fired, "loss", said, one, loss)
+        elif self._nonfinite and finite and (by == 1 or not scaled):  # a scaler looks itself
+            self._pending = at.base + at.at, at.micro, value, by, kept, rerun, batch
+        kept.outputs.clear()
         if not self._seconds:
             return 0.0
         took, self._seconds = self._seconds, 0.0
@@ -371,7 +374,8 @@ class Triggers:
         if one.rerun is None and found.of == "loss" and not isfinite(one.loss):
             found.notes += (AFTER,) if isfinite(again.loss) else ()
         elif not again.same:
-            why = WHY if one.kept.random is not None else UNDRAWN
+            unseen = UNDRAWN if one.kept.calls else UNCALLED
+            why = WHY if one.kept.random is not None else unseen
             found.notes += (
                 f"In training the loss was {one.loss!r}, run again {again.loss!r}: {why}",
             )
