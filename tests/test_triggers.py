@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from gradtrace.training.forward_keeper import ForwardKeeper
 from gradtrace.training.incident import Incident
 from gradtrace.training.nested_files import Missing, decoded, encoded
 from gradtrace.training.spike_rule import SpikeRule
-from gradtrace.training.triggers import Triggers
+from gradtrace.training.triggers import Triggers, cause_of
 
 BAD = 500
 STEPS = 520
@@ -331,6 +332,14 @@ def test_a_model_whose_parts_are_called(rerun: bool, tmp_path: Path) -> None:
     assert found.step == 1 and found.same is rerun
     told = "an input already holds it" if rerun else "the model itself was not called in this step"
     assert told in str(found)
+
+
+def test_a_note_is_not_told_as_the_cause() -> None:
+    note = {"title": "a branch", "module": "", "line": "", "severity": "note"}
+    found: Any = SimpleNamespace(words="...", diagnosis={"nonfinite": None, "findings": [note]})
+    assert cause_of(found)[0] == "It was run again, and nothing else was found"
+    found.diagnosis["findings"].append({**note, "severity": "warning", "title": "two"})
+    assert cause_of(found)[0] == "Run again: two"
 
 
 def test_triggers_come_and_go_while_an_optimiser_steps() -> None:

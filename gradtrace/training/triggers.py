@@ -490,7 +490,8 @@ def ranges(values: Iterable[Any]) -> Iterator[str]:
 
 def cause_of(found: Incident) -> tuple[str, str, str]:
     """What the rerun found, its module and its source line; the latter empty where unknown."""
-    bad, findings = found.diagnosis.get("nonfinite"), found.diagnosis.get("findings")
+    bad = found.diagnosis.get("nonfinite")
+    findings = [x for x in found.diagnosis.get("findings", ()) if x.get("severity") != "note"]
     if bad and bad["operator"]:
         return f"It begins with {bad['operator']}", bad["module"], bad["line"]
     if findings:
