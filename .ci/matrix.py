@@ -54,6 +54,7 @@ CORE = (
     "tests/test_container.py",
     "tests/test_compiled_library.py",
     "tests/test_contraction_kernels.py",
+    "tests/test_low_rank_kernels.py",
     "tests/test_kernels.py",
     "tests/test_selection_kernels.py",
     "tests/test_precision.py",

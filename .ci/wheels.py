@@ -32,6 +32,7 @@ PROGRAM = "gradtrace/experiments/pointer_graph/"  # C++ that an experiment build
 TESTS = (
     "tests/test_compiled_library.py",
     "tests/test_contraction_kernels.py",
+    "tests/test_low_rank_kernels.py",
     "tests/test_selection_kernels.py",
 )
 

@@ -117,7 +117,15 @@ SAME = {
 
 NONE = {
     *("fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"),
-    *("sums_lines", "normalised_sums", "follows_paths", "follow_paths", "sizes"),
+    *(
+        "sums_lines",
+        "normalised_sums",
+        "low_rank",
+        "low_rank_sums",
+        "follows_paths",
+        "follow_paths",
+        "sizes",
+    ),
 }
 """What only one kind of device has, as leaves counted in one launch: ``Reference`` does without."""
 

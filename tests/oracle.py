@@ -20,6 +20,7 @@ from gradtrace.linops import (
     Distances,
     Identity,
     Index,
+    LowRankColumns,
     Map,
     Normaliser,
     Reduce,
@@ -192,6 +193,15 @@ def of_slot(m: Slot) -> Tensor:
     return by_columns(put, m)
 
 
+def of_columns(m: LowRankColumns) -> Tensor:
+    """For each input its columns of the whole matrix."""
+    shape, dims = m.out_shape[1:], [d - 1 for d in m.dims]
+    matrix = of_normaliser(Normaliser(m.diagonal, list(zip(m.left, m.right)), dims, shape))
+    number = torch.arange(math.prod(shape)).reshape(shape)
+    each = [number.index_select(m.dim, row).reshape(-1) for row in m.index]
+    return torch.block_diag(*(matrix[:, columns] for columns in each))
+
+
 MATRICES: dict[type[Map], Callable[[Any], Tensor]] = {
     Identity: lambda m: by_columns(lambda x: x, m),
     Scale: of_scale,
@@ -205,6 +215,7 @@ MATRICES: dict[type[Map], Callable[[Any], Tensor]] = {
     Contract: of_contract,
     Convolve: of_convolve,
     Normaliser: of_normaliser,
+    LowRankColumns: of_columns,
     Scan: of_scan,
     SideBySide: of_beside,
     Dense: lambda m: m.matrix.double(),

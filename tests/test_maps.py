@@ -184,6 +184,13 @@ def broadcasting(make: Make) -> Map:
     )
 
 
+def columns(
+    build: Callable[[Make], Map], dim: int, *places: Sequence[int]
+) -> Callable[[Make], Map]:
+    """A map restricted to other places along a dimension for each of several inputs."""
+    return lambda make: build(make).narrow(dim, torch.tensor(places))
+
+
 def compressed(
     columns: int, rows: int, around: Around | None = None, shapes: tuple[Shape, Shape] | None = None
 ) -> Callable[[Make], Map]:
@@ -305,6 +312,10 @@ TABLE: dict[str, Callable[[Make], Map]] = {
     "Normaliser of empty lines": normaliser((2, 0), [1], 1),
     "Normaliser no dims": normaliser((3,), [], 1),
     "Normaliser broadcast": broadcasting,
+    "LowRankColumns": columns(normaliser((4, 2), [0], 1), 0, [1], [3]),
+    "LowRankColumns rank 2": columns(normaliser((2, 3, 2), [1, 2], 2), 1, [0, 2], [1, 2]),
+    "LowRankColumns broadcast": columns(broadcasting, 2, [0, 3], [1, 2]),
+    "LowRankColumns rank 0": columns(normaliser((2, 1), [1], 0), 1, [0]),
     "Scan": lambda make: Scan(0, (4,)),
     "Scan middle": lambda make: Scan(1, (2, 3, 2)),
     "Scan negative": lambda make: Scan(-1, (2, 3)),

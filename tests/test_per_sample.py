@@ -457,6 +457,8 @@ def test_maps_that_sum_can_be_narrowed() -> None:
     assert Reduce([0], (3, 2), (2,)).sums_over(0)
     assert not Reduce([0], (3, 2), (2,)).sums_over(1)
     assert Scatter(torch.zeros(3, 2, dtype=torch.int64), (4,)).sums_over(1)
+    assert Normaliser(w, [(w, w)], [0], (3, 4)).sums_over(0)
+    assert not Normaliser(w, [(w, w)], [0], (3, 4)).sums_over(1)
     with pytest.raises(NotImplementedError, match="does not sum"):
         Scale(w, (3, 4)).narrow(0, torch.zeros(1, 1, dtype=torch.int64))
 

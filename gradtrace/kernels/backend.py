@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels.operands import (
+    ColumnLayout,
     Compressed,
     Contraction,
     GroupRequest,
@@ -134,6 +135,21 @@ class Backend(Protocol):
         """``Σⱼ |J[i, j]|·x[j]`` for each element i of every line, for x ≥ 0, with a layout as in
         ``normalise``; up to rounding. None if there is no kernel for it; ``linops.diag_low_rank``
         has it in plain torch.
+        """
+
+    def low_rank(self, lines: LowRankLines, layout: ColumnLayout) -> Tensor | None:
+        """``d[i]·x[i] + Σᵣ left[r][i] · Σⱼ right[r][j]·x[j]`` over the rows i, j of each line,
+        column by column: (lines, n, columns). ``layout`` is of diagonal, x, left and right. None if
+        there is no kernel for it; ``linops.diag_low_rank`` has it in plain torch, with the same
+        bits where torch adds up columns in blocks of 16.
+        """
+
+    def low_rank_sums(
+        self, left: Sequence[Tensor], sums: Sequence[Tensor], layout: ColumnLayout
+    ) -> Tensor | None:
+        """``Σᵣ left[r][i]·sums[r]`` for the rows i of each line, column by column: (lines, n,
+        columns). ``layout`` is of left and sums. None if there is no kernel for it;
+        ``linops.columns`` has it in plain torch, with the same bits.
         """
 
     def widened_product(self, a: Tensor, b: Tensor) -> Tensor:

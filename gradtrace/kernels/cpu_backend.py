@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from gradtrace.kernels import cpu_contraction, cpu_library, pointers, tuning
+from gradtrace.kernels import cpu_contraction, cpu_library, cpu_low_rank, pointers, tuning
 from gradtrace.kernels.cpu_contraction import Algorithm
 from gradtrace.kernels.cpu_library import checked, threads_for
 from gradtrace.kernels.operands import (
+    ColumnLayout,
     Compressed,
     Contraction,
     GroupRequest,
@@ -160,7 +161,7 @@ class Cpu(Reference):
         return Selected(value, out)
 
     def sparse(self, matrices: Compressed, x: Tensor, ids: Tensor) -> Selected:
-        if not self._serves_sparse(matrices, x, ids):
+        if not _serves_sparse(matrices, x, ids):
             return super().sparse(matrices, x, ids)
         size = _sparse_results(matrices)
         value, out = x.new_zeros(size), ids.new_zeros(size)
@@ -168,16 +169,11 @@ class Cpu(Reference):
         return Selected(value, out)
 
     def sparse_sum(self, matrices: Compressed, x: Tensor) -> Tensor:
-        if not self._serves_sparse(matrices, x):
+        if not _serves_sparse(matrices, x):
             return super().sparse_sum(matrices, x)
         value = x.new_zeros(_sparse_results(matrices))
         self._sparse(matrices, x, None, value, None)
         return value
-
-    @staticmethod
-    def _serves_sparse(matrices: Compressed, x: Tensor, *ids: Tensor) -> bool:
-        alike = matrices.weight.dtype is x.dtype and not is_functorch_wrapped_tensor(x)
-        return alike and _serves(x, *matrices[:3], *ids)
 
     def _sparse(
         self, matrices: Compressed, x: Tensor, ids: Tensor | None, value: Tensor, out: Tensor | None
@@ -225,6 +221,14 @@ class Cpu(Reference):
         sizes, threads = (count, n, rank), threads_for(count * n * 16)
         checked(self.library.gradtrace_normalise(_is_wide(x), *sizes, where, *results, threads))
         return LargestEntry(most, place, out)
+
+    def low_rank(self, lines: LowRankLines, layout: ColumnLayout) -> Tensor | None:
+        return cpu_low_rank.product(self.library, lines, layout)
+
+    def low_rank_sums(
+        self, left: Sequence[Tensor], sums: Sequence[Tensor], layout: ColumnLayout
+    ) -> Tensor | None:
+        return cpu_low_rank.of_sums(self.library, left, sums, layout)
 
     def merge(
         self, size: Tensor, ids: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
@@ -319,6 +323,11 @@ class Cpu(Reference):
         checked(self.library.gradtrace_groups(_GROUPS.pack(*words)))
         eligible, through = found.transpose(0, 2, 1, 3)
         return GroupSums(eligible, through, unreached, not nonfinite.any())
+
+
+def _serves_sparse(matrices: Compressed, x: Tensor, *ids: Tensor) -> bool:
+    alike = matrices.weight.dtype is x.dtype and not is_functorch_wrapped_tensor(x)
+    return alike and _serves(x, *matrices[:3], *ids)
 
 
 def _sparse_results(matrices: Compressed) -> int:

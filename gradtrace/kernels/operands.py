@@ -159,6 +159,17 @@ class LineLayout(NamedTuple):
     steps: Sequence[tuple[int, int]]
 
 
+class ColumnLayout(NamedTuple):
+    """Tensors read as (lines, n, columns), where elements of a row are side by side in memory, and
+    for each of them the stride from line to line and from row to row.
+    """
+
+    lines: int
+    n: int
+    columns: int
+    steps: Sequence[tuple[int, int]]
+
+
 class LargestEntry(NamedTuple):
     """The largest ``|J[i, j]·x[j]|`` if requested, and either the lowest j that attains it (-1 for
     none) or the provenance id at that j.

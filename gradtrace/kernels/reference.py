@@ -10,6 +10,7 @@ from torch import Tensor
 from gradtrace.kernels import exact_sums, plain_contraction, plain_selection, tuning
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import (
+    ColumnLayout,
     Contraction,
     GroupRequest,
     GroupSums,
@@ -86,6 +87,16 @@ class Reference:
     def normalised_sums(
         self, lines: LowRankLines, layout: LineLayout | None = None
     ) -> Tensor | None:
+        return None
+
+    def low_rank(self, lines: LowRankLines, layout: ColumnLayout) -> Tensor | None:
+        """None: there is no kernel."""
+        return None
+
+    def low_rank_sums(
+        self, left: Sequence[Tensor], sums: Sequence[Tensor], layout: ColumnLayout
+    ) -> Tensor | None:
+        """None: there is no kernel."""
         return None
 
     def widened_product(self, a: Tensor, b: Tensor) -> Tensor:

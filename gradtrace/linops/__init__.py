@@ -4,6 +4,7 @@ A map does not depend on the operator it was recorded from, nor on the semiring 
 """
 
 from gradtrace.linops.base import Map
+from gradtrace.linops.columns import LowRankColumns
 from gradtrace.linops.contraction import Contract
 from gradtrace.linops.convolution import Convolve, Windows
 from gradtrace.linops.cumsum import Scan
@@ -27,6 +28,7 @@ __all__ = [
     "Distances",
     "Identity",
     "Index",
+    "LowRankColumns",
     "Map",
     "Normaliser",
     "Opaque",

@@ -14,12 +14,13 @@ from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops import tuning
 from gradtrace.linops.axes import MIXED, Axis
 from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
+from gradtrace.linops.columns import LowRankColumns, column_layout
 from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import (
     any_nonzero,
     line_offsets,
     located,
-    merged_dims,
+    merged_stride,
     picked,
     strides_of,
 )
@@ -55,6 +56,8 @@ class Normaliser(Map):
         self.in_shape = self.out_shape = shape
 
     def apply(self, x: Tensor) -> Tensor:
+        if x.numel() >= tuning.KERNEL_MIN_ELEMENTS and (found := self._by_columns(x)) is not None:
+            return found
         if x.numel() < 2 * tuning.CACHED_ELEMENTS or 0 in self.dims:
             return self._applied(x, slice(None))
         some = tuning.CACHED_ELEMENTS * len(x) // x.numel()  # rows that stay in a CPU's cache
@@ -67,6 +70,18 @@ class Normaliser(Map):
         for part in parts[1:]:
             out[part] = self._applied(x, part)
         return out
+
+    def _by_columns(self, x: Tensor) -> Tensor | None:
+        """``apply`` by a kernel, for lines that are columns of matrices; None if there is none."""
+        backend, parts = backend_of(x), (self.diagonal, x, *self.left, *self.right)
+        if not backend.host:
+            return None
+        layout = column_layout(self.in_shape, self.dims, *[(p.shape, p.stride()) for p in parts])
+        if layout is None:
+            return None
+        lines = LowRankLines(self.diagonal, self.left, self.right, x)
+        found = backend.low_rank(lines, layout)
+        return None if found is None else found.reshape(self.in_shape)
 
     def _applied(self, x: Tensor, part: slice) -> Tensor:
         """``apply`` for a part along the first dimension."""
@@ -268,10 +283,17 @@ class Normaliser(Map):
     def follow_axis(self, axis: Axis, device: torch.device) -> Axis | None:
         return MIXED if axis.dim in self.dims else axis
 
-    def copies(self, count: int) -> Map | None:
+    def copies(self, count: int) -> Map:
         dims = [d + 1 for d in self.dims]
         pairs = list(zip(self.left, self.right))
         return Normaliser(self.diagonal, pairs, dims, (count, *self.in_shape))
+
+    def sums_over(self, dim: int) -> bool:
+        return dim in self.dims
+
+    def narrow(self, dim: int, index: Tensor) -> Map:
+        whole = self.copies(len(index))
+        return LowRankColumns(whole, self.diagonal, (self.left, self.right), self.dims, dim, index)
 
     def routes(self, count: Count, device: torch.device) -> Count:
         if not isinstance(count, Tensor):
@@ -301,20 +323,12 @@ def _line_layout(shape: Shape, dims: Shape, *tensors: tuple[Shape, Shape]) -> Li
     for sizes, strides in tensors:
         missing = len(shape) - len(sizes)
         steps = [0] * missing + [s if size > 1 else 0 for size, s in zip(sizes, strides)]
-        line, along = _merged_stride(shape, steps, kept), _merged_stride(shape, steps, dims)
+        line, along = merged_stride(shape, steps, kept), merged_stride(shape, steps, dims)
         if line is None or along is None:
             return None
         found.append((line, along))
     lines, n = (prod(shape[d] for d in some) for some in (kept, dims))
     return LineLayout(lines, n, shape, tuple(found))
-
-
-def _merged_stride(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:
-    """The stride of these dimensions merged into one, the last varying fastest; None if they cannot
-    be merged.
-    """
-    merged = merged_dims(tuple(shape[d] for d in dims), tuple(steps[d] for d in dims))
-    return None if len(merged) > 1 else sum(stride for _, _, stride in merged)
 
 
 def _at(x: Tensor, number: Tensor, shape: Shape) -> Tensor:

@@ -109,6 +109,14 @@ def each_at(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return taken.reshape(shape).movedim(dim, 0)
 
 
+def merged_stride(shape: Shape, steps: Sequence[int], dims: Shape) -> int | None:
+    """The stride of these dimensions merged into one, the last varying fastest; None if they cannot
+    be merged.
+    """
+    merged = merged_dims(tuple(shape[d] for d in dims), tuple(steps[d] for d in dims))
+    return None if len(merged) > 1 else sum(stride for _, _, stride in merged)
+
+
 def resized(shape: Shape, dim: int, size: int) -> Shape:
     """A shape with the size along ``dim`` replaced."""
     return (*shape[:dim], size, *shape[dim + 1 :])

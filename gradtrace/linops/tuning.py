@@ -25,6 +25,11 @@ SPARSE_RATIO = 8
 that are the target of an input are computed.
 """
 
+KERNEL_MIN_ELEMENTS = 1 << 12
+"""A diagonal plus low rank of fewer elements is a few operations of torch: to prepare the call of a
+kernel takes as long.
+"""
+
 CACHED_ELEMENTS = 1 << 16
 """Several operations in a row on a tensor of more elements are done for so many at a time, which
 stay in a CPU's cache.

@@ -47,6 +47,8 @@ def execute_pairs(
     plan = facts.pair_plan(program, rule, storage, ProgramPart(mixed))
     along = pairs.summed(program, mixed)
     batches = batches_of(program, mixed, len(program.seed), storage.compact)
+    if mixed and backend.host:
+        _expect_large(program.seed.dtype)
     for some, maps in batched_maps(program, pairs, along, batches):
         executor = Executor(plan, constants, backend, maps)
         here = executor.values()
@@ -54,6 +56,14 @@ def execute_pairs(
             here[value] = _only(states[value], pairs, value, some, maps.places.get(value))
         for value in executor.run(here):
             yield TracedLeaf(leaves[value], take(here, value), some)
+
+
+def _expect_large(dtype: torch.dtype) -> None:
+    """Ask for as much memory as a batch takes, and return it untouched: glibc's allocator keeps
+    then what some steps of a batch free for the next ones. Else it returns blocks of this size to
+    the system each time, and to get their pages again takes longer than the steps do.
+    """
+    torch.empty(4 * BATCH_MAX_ELEMENTS, dtype=dtype, device="cpu")
 
 
 def batched_maps(

@@ -86,6 +86,29 @@ struct Rows {
   int64_t survived, considered;
 };
 
+// x[line, row, column] = data[line · line stride + row · row stride + column]
+template <class T>
+struct Operand {
+  const T* data;
+  int64_t line, row;
+
+  __attribute__((always_inline)) const T* at(int64_t l, int64_t r) const {
+    return data + l * line + r * row;
+  }
+};
+
+constexpr int64_t LOW_RANK_BYTES = 128;  // of the columns whose sums are computed at a time
+
+// out[i, c] = d[i, c] · x[i, c] + Σᵣ left[r][i, c] · Σⱼ right[r][j, c] · x[j, c] for the rows i of
+// each line; without the first term, and with the sums given, if the diagonal is null.
+template <class T>
+struct LowRank {
+  int64_t n, columns;
+  int rank;
+  Operand<T> diagonal, x, left[2], right[2];
+  T* out;
+};
+
 template <class T>
 struct Kernels {
   int64_t panel;  // columns in a panel
@@ -99,6 +122,8 @@ struct Kernels {
   void (*run)(const Panel<T>&, Rows<T>&);
   void (*few)(const View&, int64_t batch, int64_t column, int64_t columns, int64_t inner,
               const Rows<T>&);
+  void (*low_rank)(const LowRank<T>&, int64_t line);
+  bool (*any_zero)(const T* x, int64_t n);
 };
 
 // The smallest nonzero |x| of some floats, as bits minus one; the largest, as bits; how many are 0;
@@ -122,5 +147,9 @@ struct Machine {
 extern const Machine generic_machine, neon_machine, avx2_machine, avx512_machine;
 
 const Machine& machine();  // the one in use
+
+// Its kernels for numbers of this type.
+inline const Kernels<float>& kernels_for(const float*) { return *machine().single; }
+inline const Kernels<double>& kernels_for(const double*) { return *machine().twice; }
 
 }  // namespace gradtrace

@@ -7,6 +7,7 @@ namespace gradtrace {
 namespace avx2 {
 #define GRADTRACE_AVX2
 #include "contract_lanes.h"
+#include "low_rank.h"
 #include "contract_rows.h"
 #include "magnitudes.h"
 }  // namespace avx2

@@ -4,6 +4,7 @@
 namespace gradtrace {
 namespace generic {
 #include "contract_lanes.h"
+#include "low_rank.h"
 #include "contract_rows.h"
 #include "magnitudes.h"
 }  // namespace generic

@@ -7,6 +7,7 @@ namespace gradtrace {
 namespace neon {
 #define GRADTRACE_NEON
 #include "contract_lanes.h"
+#include "low_rank.h"
 #include "contract_rows.h"
 #include "magnitudes.h"
 }  // namespace neon

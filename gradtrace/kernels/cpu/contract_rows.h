@@ -544,4 +544,5 @@ static void few(const View& x, int64_t batch, int64_t column, int64_t columns, i
 
 template <class T>
 constexpr Kernels<T> kernels = {ACROSS * Lanes<T>::W, pack_rows<T>, pack_ids, find_seeds<T>,
-                                pack_panel<T>,        run<T>,       few<T>};
+                                pack_panel<T>,        run<T>,       few<T>,   low_rank<T>,
+                                any_zero<T>};

@@ -435,11 +435,11 @@ template <typename T>
 int64_t zeros(int64_t n, const T* x, int64_t room, int64_t* out, int threads) {
   constexpr int64_t BLOCK = 512;
   std::vector<std::vector<int64_t>> found(parts(n, COUNTED));
+  const auto any_zero = kernels_for(x).any_zero;
   pieces(n, COUNTED, threads, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i += BLOCK) {
       const int64_t j = std::min(last, i + BLOCK);
-      Bits<T> any = 0;
-      for (int64_t k = i; k < j; k++) any |= -Bits<T>(x[k] == 0);
+      const bool any = any_zero(x + i, j - i);
       for (int64_t k = i; any && k < j; k++) {
         if (x[k] != 0) continue;
         found[first / COUNTED].push_back(k);
