@@ -143,6 +143,20 @@ def test_tensors_of_inference_mode() -> None:
         trace.influence()
 
 
+@pytest.mark.parametrize("what", ["input", "buffer", "weight"])
+def test_freed_memory_is_noticed(what: str) -> None:
+    """As sharded models and offloaded activations free it: to read it ended the process."""
+    model, x = Masked(4), torch.randn(64, 4)
+    with gt.watch(model) as watch:
+        loss = model(x)
+    trace = watch.trace(loss)
+    freed = {"input": x, "buffer": model.mask, "weight": model.layer.weight}[what]
+    freed.untyped_storage().resize_(0)
+    for ask in (lambda: trace.path("layer.weight", (0, 0)), trace.influence):
+        with pytest.raises(GradtraceError, match="changed in place since the trace"):
+            ask()
+
+
 def test_one_element_of_a_small_weight_and_nothing_at_all() -> None:
     torch.manual_seed(0)
     model = nn.Linear(9, 1)

@@ -272,6 +272,8 @@ class WeightFingerprints:
                 if plain and tensor.numel() and not tensor._is_zerotensor():
                     flat = _flat_view(tensor, whole)
                     self._views.setdefault(flat.dtype, []).append(flat)
+        every = [view for views in self._views.values() for view in views]
+        self._sizes = [(view, view.untyped_storage().nbytes()) for view in every]
         self._held = self._read_bits()
 
     def _read_bits(self) -> list[Tensor]:
@@ -280,6 +282,8 @@ class WeightFingerprints:
 
     def hold(self) -> bool:
         """Whether the tensors have the same bits as when this object was made."""
+        if any(view.untyped_storage().nbytes() < size for view, size in self._sizes):
+            return False  # freed; reading it would end the process
         return all(map(torch.equal, self._read_bits(), self._held))
 
 
