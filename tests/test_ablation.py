@@ -444,6 +444,42 @@ def test_one_sample_has_no_mean(part: nn.Module, shape: tuple[int, ...]) -> None
         part(x[0])
 
 
+class Head(nn.Module):
+    """A layer that accepts one sample, before or after parts of which the shape does not say it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layer, self.act, self.last = nn.ReLU(), layer, nn.GELU(), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(self.before(x))
+        return self.last(self.act(out[0] if isinstance(out, tuple) else out))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("part", ["before", "act", "last"])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(3, 3, 1), (3, 5)),
+        (nn.ConvTranspose2d(3, 3, 1), (3, 5, 5)),
+        (nn.GRU(5, 5, batch_first=True), (4, 5)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_one_sample_in_another_layer(layer: nn.Module, shape: Any, part: str) -> None:
+    """Channels or time steps of the one sample were averaged over."""
+    model, x = Head(layer), torch.randn(2, *shape)
+    with ablate(model, part, how="mean"):
+        model(x)
+    with (
+        pytest.raises(GradtraceError, match=rf"module '{part}' .*module 'layer' .*batch_dim="),
+        ablate(model, part, how="mean"),
+    ):
+        model(x[0])
+    with ablate(model, part, how="mean", batch_dim=0):
+        model(x[0])
+
+
 class Timed(nn.Module):
     """Has time first; what its head returns does not say so."""
 

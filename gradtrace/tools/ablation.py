@@ -17,7 +17,7 @@ from gradtrace.pytorch.global_switches import UNFUSED, eager
 from gradtrace.pytorch.module_calls import listen
 from gradtrace.pytorch.wrapped_modules import named_modules
 from gradtrace.tools.ablation_rules import HOWS, Calls, LabelRule, ModuleRule, Value
-from gradtrace.tools.batch_dims import BatchDim, batch_first
+from gradtrace.tools.batch_dims import BatchDim, SingleSamples, batch_first
 
 Modules: TypeAlias = dict[str, nn.Module]
 LABEL = "label:"
@@ -123,6 +123,7 @@ class ablate:
     def _make_rules(self, modules: Modules) -> None:
         """One rule for each module, even if several names refer to it, and for each label."""
         timed = next((n for n, m in modules.items() if batch_first(m) is False), None)
+        self._singles = SingleSamples(modules if self.how == "mean" else {})
         self._calls = Calls()  # of the model
         self._rules: dict[nn.Module, ModuleRule] = {}
         for asked, found in self._asked.items():
@@ -130,12 +131,13 @@ class ablate:
                 value = self.values.get(name, self.values.get(asked))
                 given = self._batch_dims.get(name, self._batch_dims.get(asked))
                 around = [modules[parent] for parent in _parents(name)]
-                dim = BatchDim(f"module {name!r}", module, around, given, timed)
+                dim = BatchDim(f"module {name!r}", module, around, given, timed, self._singles)
                 rule = ModuleRule(name, self.how, value, dim, module)
                 self._rules.setdefault(module, rule)
         self._labels: list[LabelRule] = []
         for name in dict.fromkeys(n for n in self.names if n.startswith(LABEL)):
-            dim = BatchDim(repr(name), given=self._batch_dims.get(name), timed=timed)
+            given = self._batch_dims.get(name)
+            dim = BatchDim(repr(name), given=given, timed=timed, singles=self._singles)
             self._labels.append(LabelRule(name, self.how, self.values.get(name), dim))
 
     def _begin(self, modules: Modules) -> None:
@@ -145,6 +147,7 @@ class ablate:
             self._undo.enter_context(UNFUSED)
         names = [rule.name for rule in self._rules.values()]
         self._undo.callback(listen(self._calls, _callers(names, modules)))
+        self._undo.callback(listen(self._singles, self._singles.names))
         for rule in self._rules.values():
             self._undo.callback(listen(rule, [rule.module]))
         for label in self._labels:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch.internals import is_vmapped
+from gradtrace.pytorch.module_calls import Listener
 
 LAYERS = (
     nn.RNNBase,
@@ -53,6 +54,53 @@ def _features(module: nn.Module | None) -> int:
     return int(isinstance(module, (nn.Linear, nn.Bilinear, nn.Embedding)))
 
 
+def _batched_dims(module: nn.Module) -> int | None:
+    """The number of dimensions of a batch, for layers that also accept one sample; None: others."""
+    if isinstance(module, LAYERS):
+        return 2 if isinstance(module, nn.RNNCellBase) else 3
+    spatial = _spatial(module) if isinstance(module, nn.modules.conv._ConvNd) else None
+    return None if spatial is None else spatial + 2
+
+
+def _first_input(args: Any, kwargs: Any) -> Any:
+    named = [kwargs[key] for key in ("input", "query", "src", "tgt") if key in kwargs]
+    return next(iter((*args, *named)), None)
+
+
+class SingleSamples(Listener):
+    """Notices layers that are given one sample without a batch dimension: what others return then
+    has no samples along dimension 0.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.names = {m: name for name, m in modules.items() if _batched_dims(m) is not None}
+        self._one = ""  # a layer that was given one sample
+        self._assumed = ""  # what was taken to have samples along dimension 0
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Called when a layer's forward pass begins."""
+        first, dims = _first_input(args, kwargs), _batched_dims(module)
+        if dims is None or not isinstance(first, Tensor) or first.dim() != dims - 1:
+            return
+        if not is_vmapped(first):
+            name = self.names.get(module, type(module).__name__)
+            self._one = f"module {name!r} (shape {tuple(first.shape)})"
+            self._check()
+
+    def assume_first(self, what: str) -> None:
+        """``what`` is taken to have samples along dimension 0."""
+        self._assumed = what
+        self._check()
+
+    def _check(self) -> None:
+        if self._one and self._assumed:
+            raise GradtraceError(
+                f"{self._assumed} may have no samples along dimension 0: {self._one} works on one "
+                "sample without a batch dimension here. Use batches, how='zero', or give values; "
+                "or say with batch_dim= which dimension samples are"
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class BatchDim:
     """Finds the batch dimension of a module's outputs, or of a labelled tensor."""
@@ -62,15 +110,15 @@ class BatchDim:
     above: Sequence[nn.Module] = ()  # the modules that contain it, outermost first
     given: int | None = None  # the user's batch_dim
     timed: str | None = None  # the name of a layer of the model that has time first
+    singles: SingleSamples | None = None
 
     def check(self, args: Any, kwargs: Any) -> None:
         """Raise an error if a layer is called with one sample without a batch dimension."""
         if not self._is_layer():
             return
-        named = [kwargs[key] for key in ("input", "query", "src", "tgt") if key in kwargs]
-        first = next(iter((*args, *named)), None)
-        whole = 2 if isinstance(self.module, nn.RNNCellBase) else 3
-        if isinstance(first, Tensor) and first.dim() == whole - 1:
+        assert self.module is not None
+        first, whole = _first_input(args, kwargs), _batched_dims(self.module)
+        if isinstance(first, Tensor) and whole is not None and first.dim() == whole - 1:
             self._refuse_one(first)
 
     def of(self, tensor: Tensor, number: int) -> int:
@@ -99,6 +147,8 @@ class BatchDim:
                 f"time, as in {repr(self.timed) if self.timed else 'the model itself'}: say with "
                 "batch_dim=0 or batch_dim=1 which dimension samples are"
             )
+        if self.singles is not None:
+            self.singles.assume_first(f"{self.what} (shape {tuple(tensor.shape)})")
         return 0
 
     def _refuse_hidden(self, tensor: Tensor) -> None:
