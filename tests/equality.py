@@ -95,6 +95,7 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "measure": PLAIN.measure,
     "measure_many": PLAIN.measure_many,
     "measure_rows": PLAIN.measure_rows,
+    "has_zeros": PLAIN.has_zeros,
     "reduce": PLAIN.reduce,
     "scatter": PLAIN.scatter,
     "sparse": PLAIN.sparse,
