@@ -252,3 +252,18 @@ def test_the_library_itself_refuses_null_pointers_and_sizes_that_overflow() -> N
         letters = cpu_library.SIGNATURES[name]
         given = [none if letter == "p" else 4 if letter == "n" else 1 for letter in letters]
         assert getattr(library, f"gradtrace_{name}")(*given) == bad
+
+
+def test_low_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python has a fixed place in memory, small tensors lie below 4 GiB."""
+    monkeypatch.setattr(pointers, "MIN_ADDRESS", 1 << 63)
+    x, freed = torch.arange(6.0), torch.arange(6.0)
+    later = freed[2:]
+    freed.untyped_storage().resize_(0)
+    assert pointers._pointer(x, torch.float32) == x.data_ptr()
+    assert pointers._pointer(x[2:], torch.float32) == 0  # may be an offset from nowhere
+    assert pointers.address(x[2:], torch.float32, 4) == x.data_ptr() + 8
+    for gone in (freed, later):
+        assert pointers._pointer(gone, torch.float32) == 0
+        with pytest.raises(GradtraceError):
+            pointers.address(gone, torch.float32, 4)

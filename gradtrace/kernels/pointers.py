@@ -71,11 +71,13 @@ def _pointer(x: Tensor, dtype: torch.dtype) -> int:
         found = x.data_ptr()
     except RuntimeError:  # a stand-in of torch.func, which has no memory
         return 0
-    return found if found >= MIN_ADDRESS else 0
+    return found if found >= MIN_ADDRESS or not x.storage_offset() else 0
 
 
 MIN_ADDRESS = 1 << 32
-"""A data pointer below this may be an offset from a null pointer, not an address."""
+"""A data pointer below this may be an offset from a null pointer, not an address; where Python has
+a fixed place in memory, as that of Debian and Ubuntu, small tensors lie below it, too.
+"""
 
 
 def on_device(x: Tensor) -> int:
