@@ -460,12 +460,9 @@ class ForwardRecorder(PausedMode):
         old = [record.known(each) for each in changed]
         outputs = [*map(record.make, fresh), *map(record.write, changed)]
         made = (*fresh, *changed)
-        gives = []
         for value, tensor in zip(outputs, made):
             if written and not (moves and record.carry(inputs, value, tensor)):
                 record.measure(value, tensor)
-            if tensor.requires_grad:
-                gives.append(value)
         if name in EXITS:  # the value is the number in Python
             record.count += 1
             outputs.append(record.count)
@@ -477,7 +474,7 @@ class ForwardRecorder(PausedMode):
             inputs,
             needs,
             tuple(outputs),
-            frozenset(gives),
+            frozenset(value for value, each in zip(outputs, made) if each.requires_grad),
             off,
             where.around if off == "checkpoint" else self._line_off(off),
             not all(map(isfinite, numbers)),
