@@ -313,6 +313,24 @@ def test_modules_that_were_called_out_of_sight_are_named(seen: bool) -> None:
     assert [note.partition(":")[0] for note in notes] == ([] if seen else ["cells.1"])
 
 
+@pytest.mark.parametrize("whom", ["a sibling", "the model"])
+def test_weak_references_to_modules(whom: str) -> None:
+    """PyTorch lists ``self.owner = weakref.proxy(...)`` as a part; a watch ended in a TypeError."""
+    model = Net(Cell(), lambda part, x: part(x))
+    kept = weakref.proxy(model.first if whom == "a sibling" else model)
+    model.part.owner = kept
+    assert len(model.part._modules) >= 1
+    with gt.watch(model) as watch:
+        loss = model(torch.ones(2, 3)).sum()
+    found = made_in(watch, loss)
+    assert found["SinBackward0"] == {("part", 0)} and found["AddmmBackward0"] == {("first", 0)}
+    assert "part" in watch.trace(loss).influence().shares
+    with gt.Monitor(model, every=1, budget=None, view=False) as monitor:
+        assert monitor.step(model(torch.ones(2, 3)).sum()) is not None
+    with gt.ablate(model, "part"):
+        assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3))
+
+
 def test_recursion_is_counted() -> None:
     class Again(nn.Module):
         def forward(self, x: Tensor, depth: int) -> Tensor:

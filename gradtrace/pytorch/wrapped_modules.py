@@ -6,6 +6,7 @@ Also recognises what ``torch.distributed.fsdp`` has sharded.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,9 @@ WRAPPERS = {
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module, without wrappers."""
+    """The user's own module, without wrappers, and not a weak reference to it."""
+    if type(model) in weakref.ProxyTypes:  # as of a part to what contains it
+        model = model._apply.__self__  # type: ignore[attr-defined]
     while type(model).__name__ in WRAPPERS:
         model = model._modules[WRAPPERS[type(model).__name__]]  # type: ignore[assignment]
     return model
