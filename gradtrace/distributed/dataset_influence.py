@@ -417,7 +417,7 @@ def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure:
 
 def _coverage(trace: Trace, wanted: Leaves | None, loss: Tensor) -> Coverage:
     """The coverage of a batch, by one of its losses, whose place differs from batch to batch."""
-    seed = crc32(str(loss.sum().item()).encode())  # the same on whichever rank
+    seed = crc32(f"{loss.sum().item():.3g}".encode())  # the same on whichever rank and machine
     with isolated():
         chosen = trace if wanted is None else selected(trace, wanted)
         return coverage_of_sample(chosen, COVERED_ELEMENTS, seed, max_losses=1)

@@ -84,7 +84,7 @@ def merge_routes(program: Program) -> Program:
     shapes[program.root] = tuple(program.seed.shape)
     blocks, numbers, device = list(program.blocks), count(program.size), program.seed.device
     # Tensors made here without a device are to be on that of the values, not the caller's default.
-    same = torch.get_default_device() == device == torch.device("cpu")
+    same = torch.empty(0).device == device == torch.device("cpu")
     with torch.no_grad(), nullcontext() if same else device:
         for n in todo:
             formula = bind(blocks[n], program.maps)
