@@ -243,6 +243,8 @@ def same(shown: str, got: str) -> bool:
     (True, False, False)
     >>> same("off by 6.1e-08", "off by 9.4e-08"), same("off by 6.1e-08", "off by 6.1e-04")
     (True, False)
+    >>> same("off by 3062.77%", "off by 3062.69%"), same("off by 3062.77%", "off by 3063.77%")
+    (True, False)
     >>> same("took ... (40 rows)", "took 3 s (40 rows)"), same("a ... b", "a c")
     (True, False)
     """
@@ -266,8 +268,12 @@ def same(shown: str, got: str) -> bool:
     return True
 
 
+COVERAGE = re.compile(r"A path carries .* sampled elements")
+"""A sentence with figures of some elements, drawn by a loss: by another rounding, others."""
+
+
 def _words(text: str) -> list[str]:
-    return re.sub("─+", "─", text).split()
+    return re.sub("─+", "─", COVERAGE.sub("Coverage.", text)).split()
 
 
 def _match(shown: list[str], got: list[str]) -> bool:
@@ -284,8 +290,8 @@ def _alike(shown: str, got: str) -> bool:
 
 
 def _close(shown: str, got: str) -> bool:
-    """Equal to one and a half of the last digit that is shown; whole numbers are exact. Rounding,
-    which differs from machine to machine, is below 1e-6.
+    """Equal to one and a half of the last digit that is shown, or to 1e-4; whole numbers are exact.
+    Rounding, which differs from machine to machine, is below 1e-6.
     """
     if "." not in shown and "e" not in shown:
         return shown == got
@@ -294,7 +300,8 @@ def _close(shown: str, got: str) -> bool:
     mantissa, _, power = shown.replace(",", "").partition("e")
     digits = len(mantissa.partition(".")[2])
     unit = 10.0 ** (int(power or 0) - digits)
-    return abs(float(shown.replace(",", "")) - float(got.replace(",", ""))) <= 1.5 * unit
+    number = float(shown.replace(",", ""))
+    return abs(number - float(got.replace(",", ""))) <= max(1.5 * unit, 1e-4 * abs(number))
 
 
 # Writing -----------------------------------------------------------------------------------------
