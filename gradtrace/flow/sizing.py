@@ -191,8 +191,8 @@ class _Measuring:
 
 
 def _known(program: Program) -> dict[int, Tensor]:
-    """The gradients that recording has computed, by value. A value whose elements are only moved
-    into one of them has its sizes, and so stands that one for it: nothing else is made of it.
+    """The gradients that recording has computed, by value. A value that is only moved into one of
+    these, and used for nothing else, has the same sizes: there it is that gradient, in its order.
     """
     known, steps = program.constants.known_gradients(), program.steps()
     uses = Counter(value for step in steps for _, value in step.terms)
