@@ -3,13 +3,17 @@
 A name may hold terminal escapes, newlines that fake a log line, or bidirectional control
 characters. Everything written to a terminal, a log or the text of an exception passes through
 ``printable``: ``GradtraceError`` does it for messages of errors, ``errors.caution`` for warnings,
-and the command line's ``printing`` for everything that is printed.
+and the command line's ``printing`` for everything that is printed. ``stdout_is_stderr`` keeps what
+others print away from the results.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 HIDDEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
 """Unicode categories that are shown as escapes: C0 and C1 controls, format characters (bidi marks
@@ -40,3 +44,22 @@ def listed(names: Iterable[str], most: int = 3, between: str = ", ") -> str:
     names = [*names]
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return between.join(names[:most]) + more
+
+
+@contextmanager
+def stdout_is_stderr() -> Iterator[None]:
+    """Redirect file descriptor 1 to stderr, so that what a user's script, its subprocesses and C
+    code print does not mix with our results.
+    """
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except OSError:  # closed
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -163,7 +163,10 @@ with gt.watch(model) as watch:
     loss = model(torch.randn(60_000, 64))  # 15 MB a layer
 kind = getattr(resource, sys.argv[1])
 used = limits._entry(limits.ROOT / "proc/self/status", "Vm" + sys.argv[2])
-resource.setrlimit(kind, (used + (48 << 20),) * 2)
+limit = (used + (48 << 20),) * 2
+resource.setrlimit(kind, limit)
+if resource.getrlimit(kind) != limit:
+    sys.exit(print("ignored"))
 assert limits.available() <= 48 << 20
 if sys.argv[3] == "unseen":
     memory.available = lambda device: None
@@ -175,7 +178,10 @@ except gt.errors.TooLarge as error:
 
 
 def limited(*words: str) -> str:
-    return fresh.python("-c", SCRIPT, *words, check=True).stdout
+    said = fresh.python("-c", SCRIPT, *words, check=True).stdout
+    if said == "ignored\n":
+        pytest.skip("limits of memory cannot be set here: an emulator of processors ignores them")
+    return said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from gradtrace.errors import GradtraceError, did_you_mean
+from gradtrace.printable import stdout_is_stderr
 from gradtrace.tools import user_script
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Target:
     def running(self) -> Iterator[ModuleType]:
         """Context with the script imported, in which its code can run."""
         argv = sys.argv
-        with user_script.running(self.path), _stdout_is_stderr():
+        with user_script.running(self.path), stdout_is_stderr():
             sys.argv = [str(self.path), *self.args]  # for scripts that parse it at import
             try:
                 yield user_script.imported(self.path, SCRIPT)
@@ -121,22 +121,3 @@ def without_optimizers(returned: Any) -> tuple[list[Optimizer], Any]:
     if not found:
         return [], returned
     return found, rest[0] if len(rest) == 1 else tuple(rest)
-
-
-@contextlib.contextmanager
-def _stdout_is_stderr() -> Iterator[None]:
-    """Redirect file descriptor 1 to stderr, so that output of the script's subprocesses and C code
-    does not mix with our results.
-    """
-    try:
-        sys.stdout.flush()
-        kept = os.dup(1)
-    except OSError:  # closed
-        yield
-        return
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -20,6 +20,7 @@ import torch
 from gradtrace.distributed import tuning
 from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.errors import GradtraceError, RankFailed, caution
+from gradtrace.printable import stdout_is_stderr
 
 
 def chosen(group: Any) -> Any:
@@ -66,7 +67,8 @@ def launched() -> Iterator[int]:
     if unknown:
         caution(unknown)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=tuning.START_SECONDS))
+        with stdout_is_stderr():  # gloo of torch 2.9 prints whom it has connected
+            dist.init_process_group("gloo", timeout=timedelta(seconds=tuning.START_SECONDS))
     except (RuntimeError, ValueError) as error:
         raise RankFailed(unknown or "another rank ended, or never started") from error
     try:
