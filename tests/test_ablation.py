@@ -233,7 +233,44 @@ def test_outputs_of_any_kind(kind: str, how: str) -> None:
                 assert torch.equal(ours, torch.cat([first, theirs.detach()[2:]]))
             else:
                 assert torch.equal(ours, theirs.detach().mean(0, keepdim=True).expand_as(theirs))
+        for ours in tensors_in(found):
             ours.add_(1)  # memory of its own, each element
+
+
+TWICE: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda y: (y, y),
+    "nested": lambda y: {"a": (1, [y]), "b": Frozen(y)},
+    "one container": lambda y: Pair(*[[y]] * 2),
+}
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "values", "remove"])
+@pytest.mark.parametrize("kind", TWICE)
+def test_one_tensor_returned_twice_stays_one(kind: str, how: str) -> None:
+    module, x = Returns(TWICE[kind]), torch.randn(2, 3, requires_grad=True)
+    model = nn.ModuleDict({"part": module})
+    options: Any = {"how": how} if how != "values" else {"how": "mean", "values": {"part": 0.5}}
+    with ablate(model, "part", **options):
+        found = module(x)
+    first, second = tensors_in(found)
+    assert first is second
+    if kind == "one container":
+        assert found.first is found.second
+    before = first.clone()
+    first.mul_(3)
+    loss = (second * second).sum()  # of what was written through the first
+    assert torch.equal(loss, (3 * before).pow(2).sum())
+    if how == "remove":
+        (grad,) = torch.autograd.grad(loss, x)
+        assert torch.allclose(grad, 18 * x)
+
+
+def test_different_values_for_one_tensor_are_different_tensors() -> None:
+    module, given = Returns(lambda y: (y, y, y, y)), torch.ones(3)
+    model = nn.ModuleDict({"part": module})
+    with ablate(model, "part", how="mean", values={"part": [1.0, given, 1.0, given]}):
+        a, b, c, d = module(torch.ones(2, 3))
+    assert a is c and b is d and a is not b
 
 
 def test_what_is_not_floating_stays() -> None:
@@ -782,6 +819,22 @@ def test_a_removed_module_may_be_written_over() -> None:
     with ablate(model := Writes(), "part", how="remove"):
         assert torch.equal(model(x), kept * (kept + 1))
     assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize(
+    "part", [nn.Identity(), nn.Dropout().eval(), nn.ReLU(inplace=True), nn.Sequential()]
+)
+def test_a_module_that_returns_its_input_is_removed_as_if_it_were_not_there(
+    part: nn.Module,
+) -> None:
+    """What is written to its output is written to its input, with the module and without it."""
+    x = torch.rand(2, 3, requires_grad=True)
+    h = x * 2
+    with ablate(nn.ModuleDict({"part": part}), "part", how="remove"):
+        out = part(h)
+    out.mul_(5)
+    assert out is h
+    assert torch.allclose(torch.autograd.grad((h * out).sum(), x)[0], 200 * x)
 
 
 @pytest.mark.parametrize("training", [False, True])

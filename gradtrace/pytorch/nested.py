@@ -15,25 +15,36 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """A copy of nested tuples, lists, dicts and dataclasses, with ``change`` applied to each leaf
     (a packed sequence is one).
 
+    A container that occurs twice is one object in the copy, too.
+
     >>> mapped({"a": [1, 2], "b": (3, None)}, lambda v: v and -v)
     {'a': [-1, -2], 'b': (-3, None)}
     """
+    return _mapped(value, change, {})
+
+
+def _mapped(value: Any, change: Callable[[Any], Any], made: dict[int, tuple[Any, Any]]) -> Any:
+    """``made`` has each container with its copy, by the container's id."""
+    if id(value) in made:
+        return made[id(value)][1]
     if isinstance(value, PackedSequence):
         return change(value)
     if isinstance(value, (tuple, list)):
-        items = [mapped(item, change) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    if isinstance(value, dict):
+        items = [_mapped(item, change, made) for item in value]
+        found = value._make(items) if hasattr(value, "_make") else type(value)(items)
+    elif isinstance(value, dict):
         found = copy.copy(value)
         for key in value:
-            found[key] = mapped(value[key], change)
-        return found
-    if is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
+            found[key] = _mapped(value[key], change, made)
+    elif is_dataclass(value) and not isinstance(value, type):
+        found = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(twin, field.name, mapped(getattr(value, field.name), change))
-        return twin
-    return change(value)
+            part = _mapped(getattr(value, field.name), change, made)
+            object.__setattr__(found, field.name, part)
+    else:
+        return change(value)
+    made[id(value)] = value, found
+    return found
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -56,11 +56,21 @@ class ModuleRule(Calls):
         return functools.partial(HOWS[self.how], self, forward)
 
     def each(self, out: Any, change: Change, other: Callable[[Any], Any] = lambda v: v) -> Any:
-        """Map the floating tensors in ``out`` by ``change`` and the rest by ``other``."""
+        """Map the floating tensors in ``out`` by ``change`` and the rest by ``other``.
+
+        What occurs twice is changed once, so that it stays one object, which may be written to.
+        """
         numbers = count()
+        made: dict[tuple[int, int], tuple[Any, Any]] = {}  # keeps the keys' ids alive
 
         def tensor(value: Any, steps: Tensor | None = None) -> Any:
-            return change(value, next(numbers), steps) if floats(value) else other(value)
+            if not floats(value):
+                return other(value)
+            number = next(numbers)
+            key = id(value), self._first_of_value(number)
+            if key not in made:
+                made[key] = value, change(value, number, steps)
+            return made[key][1]
 
         def leaf(value: Any) -> Any:  # not recursive: a closure of itself is a reference cycle
             if isinstance(value, PackedSequence):
@@ -74,6 +84,18 @@ class ModuleRule(Calls):
                 "that could be found, so nothing would be ablated; ablate a module inside it"
             )
         return changed
+
+    def _first_of_value(self, number: int) -> int:
+        """The number of the first output that the user gives the value of output ``number``."""
+        if not isinstance(self.value, Sequence) or number >= len(self.value):
+            return 0
+        wanted = self.value[number]
+        plain = not isinstance(wanted, Tensor)
+        return next(
+            n
+            for n, each in enumerate(self.value)
+            if each is wanted or (plain and not isinstance(each, Tensor) and each == wanted)
+        )
 
     def given(self, like: Tensor, number: int, _: Tensor | None) -> Tensor:
         """The user's value for output ``number``, broadcast to its shape."""
@@ -124,10 +146,11 @@ def _remove(rule: ModuleRule, forward: Forward, /, *args: Any, **kwargs: Any) ->
     out, handed = outline(rule, args, kwargs)
 
     def change(x: Tensor, number: int, _: Tensor | None) -> Tensor:
-        if number == 0:
+        original = handed[id(x)][1] if id(x) in handed else None
+        if number == 0 and original is not inputs[0]:
             return _passed(rule, inputs[0], x)
-        if id(x) in handed:
-            return handed[id(x)][1]  # type: ignore[no-any-return]
+        if original is not None:
+            return original  # type: ignore[no-any-return]
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
     def other(value: Any) -> Any:
