@@ -48,8 +48,8 @@ from gradtrace.linops import (
     tiled,
     tiling,
 )
+from gradtrace.linops.base import any_nonzero
 from gradtrace.linops.convex_hull import PointCloud
-from gradtrace.linops.indexing import any_nonzero
 from gradtrace.semirings import COUNT, ENTROPY, MAX, SUM, Count, Max, Semiring, TopK, Value
 
 Shape = tuple[int, ...]

@@ -124,6 +124,11 @@ def saved_at(node: Node, index: Sequence[int], shape: Shape) -> list[str]:
     return found
 
 
+def signed(value: Any) -> Any:
+    """A saved integer; PyTorch returns negative ones as unsigned 64-bit numbers."""
+    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
+
+
 def annotate(tensor: Tensor, key: object, value: str) -> None:
     """Add (key, value) to the metadata of the node that made a tensor, if there is one."""
     node = maker_of(tensor)

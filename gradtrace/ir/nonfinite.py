@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
@@ -15,7 +14,7 @@ from gradtrace.autodiff.names import NameTable
 from gradtrace.errors import NonFinite
 from gradtrace.ir.lazy_gradient import LazyGradient, sizes_of
 from gradtrace.ir.program import Leaf
-from gradtrace.kernels import Backend, backend_of, fetch_scalars
+from gradtrace.kernels import Backend, backend_of
 from gradtrace.pytorch.plain_tensors import PLAIN, numbers_of
 
 
@@ -71,5 +70,4 @@ def sums_are_finite(grads: Iterable[Tensor]) -> bool:
     for grad in chain.from_iterable(held):
         grad = grad.float() if grad.itemsize == 1 else grad  # PyTorch cannot sum float8
         by_backend.setdefault(backend_of(grad), []).append(grad)
-    sums = [x for backend, some in by_backend.items() for x in backend.finite_sums(some)]
-    return all(map(math.isfinite, fetch_scalars(sums)))
+    return all(backend.finite_sums(some) for backend, some in by_backend.items())

@@ -271,8 +271,10 @@ class Backend(Protocol):
         component; both flat, on the CPU.
         """
 
-    def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Scalars that are all finite only if all elements of these tensors are."""
+    def finite_sums(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether sums over these tensors are finite, and so all elements; False also if a sum
+        overflows. Synchronises once.
+        """
 
     # Checks --------------------------------------------------------------------------------------
 

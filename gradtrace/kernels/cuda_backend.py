@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from gradtrace.kernels.operands import (
 from gradtrace.kernels.path_table import BoundTable, PathEnds
 from gradtrace.kernels.reference import Reference
 from gradtrace.kernels.strides import leveled, reduction
-from gradtrace.kernels.sync import AsyncCopy
+from gradtrace.kernels.sync import AsyncCopy, fetch_scalars
 
 
 def _is_one_piece(*tensors: Tensor) -> bool:
@@ -211,13 +212,14 @@ class Cuda(Reference):
         # the other way round
         total.index_put_((index,), rows, accumulate=True)
 
-    def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The largest magnitude of each tensor; one call per dtype."""
+    def finite_sums(self, tensors: Sequence[Tensor]) -> bool:
+        """By the largest magnitude of each tensor; one call per dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for x in tensors:
             if x.numel():
                 by_dtype.setdefault(x.dtype, []).append(x)
-        return [x for some in by_dtype.values() for x in torch._foreach_norm(some, float("inf"))]
+        norms = [x for some in by_dtype.values() for x in torch._foreach_norm(some, float("inf"))]
+        return all(map(isfinite, fetch_scalars(norms)))
 
     # Memory --------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -200,7 +201,7 @@ class Reference:
     def follow_paths(self, table: BoundTable, starts: Tensor, words: int) -> PathEnds:
         raise NotImplementedError("paths.path_search has it in plain torch")
 
-    def finite_sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def finite_sums(self, tensors: Sequence[Tensor]) -> bool:
         by_shape: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
         sums: list[Tensor] = []
         for x in tensors:
@@ -210,7 +211,7 @@ class Reference:
                 sums.append(x.sum())
         for some in by_shape.values():
             sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
-        return sums
+        return all(isfinite(x.tolist()) for x in sums)
 
     # Checks --------------------------------------------------------------------------------------
 

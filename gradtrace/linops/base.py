@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import argmax
+from gradtrace.kernels import argmax, backend_of
 from gradtrace.linops import tuning
 from gradtrace.linops.axes import Axis
 from gradtrace.semirings import Semiring, Value
@@ -303,3 +303,21 @@ def per_element(count: Count, shape: Shape, device: torch.device) -> Tensor:
     if isinstance(count, Tensor):
         return count
     return torch.full(shape, count, dtype=torch.float64, device=device)
+
+
+PROBED_ELEMENTS = 4
+"""Mostly one of the first elements of a line is not 0; so many are looked at before all are."""
+
+
+def any_nonzero(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+    """Whether any element along these dimensions is not 0."""
+    if not dims:
+        return x != 0
+    if not backend_of(x).synchronises:
+        few = x
+        for d in dims:
+            few = few.narrow(d, 0, min(PROBED_ELEMENTS, x.shape[d]))
+        found = (few != 0).any(tuple(dims), keepdim)
+        if bool(found.all()):
+            return found
+    return (x != 0).any(tuple(dims), keepdim)

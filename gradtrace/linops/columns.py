@@ -11,8 +11,8 @@ from torch import Tensor
 from gradtrace.kernels import backend_of
 from gradtrace.kernels.operands import ColumnLayout
 from gradtrace.linops import tuning
-from gradtrace.linops.base import Count, Map, Rows, Selection, per_element
-from gradtrace.linops.indexing import any_nonzero, each_at, merged_stride, resized
+from gradtrace.linops.base import Count, Map, Rows, Selection, any_nonzero, per_element
+from gradtrace.linops.indexing import each_at, merged_stride, resized
 from gradtrace.semirings import Semiring, Value
 from gradtrace.types import Shape
 

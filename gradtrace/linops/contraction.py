@@ -15,8 +15,8 @@ from gradtrace.kernels.operands import MatrixLayout, Steps, TensorLines
 from gradtrace.kernels.strides import flat
 from gradtrace.linops import tuning
 from gradtrace.linops.axes import MIXED, Axis
-from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
-from gradtrace.linops.indexing import any_nonzero, each_at, located, offsets, resized
+from gradtrace.linops.base import Best, Count, Map, Rows, Selection, any_nonzero, chosen
+from gradtrace.linops.indexing import each_at, located, offsets, resized
 from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import cast, wide

@@ -13,11 +13,10 @@ from gradtrace.kernels import argmax, backend_of
 from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops import tuning
 from gradtrace.linops.axes import MIXED, Axis
-from gradtrace.linops.base import Best, Count, Map, Rows, Selection, chosen
+from gradtrace.linops.base import Best, Count, Map, Rows, Selection, any_nonzero, chosen
 from gradtrace.linops.columns import LowRankColumns, column_layout
 from gradtrace.linops.convex_hull import PointCloud
 from gradtrace.linops.indexing import (
-    any_nonzero,
     line_offsets,
     located,
     merged_stride,

@@ -122,24 +122,6 @@ def resized(shape: Shape, dim: int, size: int) -> Shape:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-PROBED_ELEMENTS = 4
-"""Mostly one of the first elements of a line is not 0; so many are looked at before all are."""
-
-
-def any_nonzero(x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
-    """Whether any element along these dimensions is not 0."""
-    if not dims:
-        return x != 0
-    if not backend_of(x).synchronises:
-        few = x
-        for d in dims:
-            few = few.narrow(d, 0, min(PROBED_ELEMENTS, x.shape[d]))
-        found = (few != 0).any(tuple(dims), keepdim)
-        if bool(found.all()):
-            return found
-    return (x != 0).any(tuple(dims), keepdim)
-
-
 def offsets(sizes: Shape, strides: Shape, device: torch.device) -> Tensor:
     """``Σ index·stride`` of each multi-index below ``sizes``, in row-major order."""
     total = torch.zeros((), dtype=torch.int64, device=device)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradtrace.kernels import backend_of
 from gradtrace.linops.axes import MIXED, Axis, reshaped
-from gradtrace.linops.base import Map, Rows, Selection
-from gradtrace.linops.indexing import any_nonzero, line_offsets, located, resized, strides_of
+from gradtrace.linops.base import Map, Rows, Selection, any_nonzero
+from gradtrace.linops.indexing import line_offsets, located, resized, strides_of
 from gradtrace.semirings import Semiring, Value
 from gradtrace.semirings.base import each
 from gradtrace.types import Shape

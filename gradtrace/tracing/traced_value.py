@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtrace.kernels import Backend
 from gradtrace.linops import Contract, Map, Scatter
-from gradtrace.linops.indexing import PROBED_ELEMENTS
+from gradtrace.linops.base import PROBED_ELEMENTS
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import wide

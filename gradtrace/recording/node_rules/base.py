@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.autodiff.nodes import Edges, Node, signed
 from gradtrace.linops import Cut, Identity, Index, Map, Reduce, Slot
 from gradtrace.recording.aten_rules import BatchedWeights
 from gradtrace.types import Shape
@@ -117,11 +117,6 @@ def slot(dim: int, start: int, cut: Shape, shape: Shape, wanted: Shape) -> Slot:
 def as_tuple(outs: Any) -> Iterable[Tensor]:
     """The results of a node, of which some return one tensor."""
     return outs if type(outs) is tuple else (outs,)
-
-
-def signed(value: Any) -> Any:
-    """A saved integer; PyTorch returns negative ones as unsigned 64-bit numbers."""
-    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
 
 
 def is_complex(edge: Edge) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.autodiff.nodes import Edges, Node, signed
 from gradtrace.linops import Index, Map, Scale, Scan
 from gradtrace.recording.node_rules.base import (
     Chain,
@@ -22,7 +22,6 @@ from gradtrace.recording.node_rules.base import (
     is_complex,
     permuted,
     same,
-    signed,
     slot,
     summed,
     swapped,

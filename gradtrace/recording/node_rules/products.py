@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.autodiff.nodes import Edges, Node, signed
 from gradtrace.linops import Around, Contract, Index, Map, Scale, Scan, Scatter, Sparse
 from gradtrace.recording.aten_rules import distance_maps, matrix_times, times_matrix
-from gradtrace.recording.node_rules.base import Chain, Edge, Product, RuleResult, signed
+from gradtrace.recording.node_rules.base import Chain, Edge, Product, RuleResult
 
 
 def matmul(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:

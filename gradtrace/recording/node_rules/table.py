@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.nodes import Edges, Node
+from gradtrace.autodiff.nodes import Edges, Node, signed
 from gradtrace.linops import Scatter
 from gradtrace.recording import placeholders
 from gradtrace.recording.aten_rules import RULES, Call, Undecided
@@ -18,7 +18,6 @@ from gradtrace.recording.node_rules.base import (
     NodeRule,
     Product,
     RuleResult,
-    signed,
 )
 from gradtrace.recording.node_rules.elementwise import (
     absolute,
