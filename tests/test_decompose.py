@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.autodiff.labels import labels_of
-from gradtrace.components.components import SUMS, within
+from gradtrace.components.components import SUMS
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io import schemas
 from gradtrace.io.validation import SchemaMismatch
@@ -34,6 +34,7 @@ from gradtrace.measures import decompose as measuring
 from gradtrace.measures import leaf_products
 from gradtrace.measures.decomposition import Decomposition
 from gradtrace.measures.through import ThroughSweep
+from gradtrace.pytorch.wrapped_modules import within
 from gradtrace.trace import Trace
 
 # Against all paths -------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.components.components import Component, within
+from gradtrace.components.components import Component
 from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.pytorch.wrapped_modules import within
 from gradtrace.trace import Trace
 from gradtrace.tracing.influence import Influence, Moments, Row
 

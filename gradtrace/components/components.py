@@ -374,11 +374,6 @@ _EMPTY = {
 }
 
 
-def within(name: str, module: str) -> bool:
-    """Whether ``name``, of a module or parameter, is ``module`` or inside it."""
-    return not module or name == module or name.startswith(module + ".")
-
-
 @lru_cache(65_536)
 def ancestors(name: str) -> tuple[str, ...]:
     """``a.b.c``: ``a``, ``a.b``, ``a.b.c``."""

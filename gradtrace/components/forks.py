@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from gradtrace.components.components import ancestors, within
+from gradtrace.components.components import ancestors
 from gradtrace.components.operator_names import MOVES, SCALES, spoken
 from gradtrace.errors import TooLarge
 from gradtrace.ir.passes.provenance import ComponentBits, analyse_provenance
 from gradtrace.ir.program import Block, Program
+from gradtrace.pytorch.wrapped_modules import within
 
 SUMS = ("AddBackward0", "SubBackward0", "RsubBackward0", "IndexAddBackward0", "IndexPutBackward0")
 """Sums. A chain of them, as ``a + b + c``, is one fork."""

@@ -30,7 +30,7 @@ from gradtrace.ir.program import HOOKS, Block, Program
 from gradtrace.linops import Map
 from gradtrace.linops.gather import Index, Slot
 from gradtrace.linops.scatter import Scatter
-from gradtrace.pytorch.wrapped_modules import join, user_class
+from gradtrace.pytorch.wrapped_modules import join, user_class, within
 from gradtrace.types import Shape
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
@@ -202,7 +202,7 @@ class ModuleParts(ProgramPlaces):
         """The heads of attention modules, by module; and modules where they were not found."""
         found: dict[str, Parts] = {}
         for name in self._innermost_first():
-            if any(_within(other, name) for other in found):
+            if any(within(other, name) for other in found):
                 continue
             module = self.modules[name]
             if isinstance(module, nn.ModuleList) and _last(name) == "heads":
@@ -214,7 +214,7 @@ class ModuleParts(ProgramPlaces):
             for name, module in self.modules.items()
             if name in self.inside
             and ATTENTION.search(user_class(module).__name__)
-            and not any(_within(a, b) for other in found for a, b in ((other, name), (name, other)))
+            and not any(within(a, b) for other in found for a, b in ((other, name), (name, other)))
         ]
         return found, doubtful
 
@@ -374,7 +374,7 @@ class ModuleParts(ProgramPlaces):
                 continue
             same = len({user_class(child) for child in module}) == 1
             reached = any(join(name, key) in self.inside for key in module._modules)
-            inner = any(_within(name, other) for other in found)
+            inner = any(within(name, other) for other in found)
             if same and reached and not inner and _last(name) not in ("experts", "heads"):
                 found[name] = self.children(name)
         return found, []
@@ -386,7 +386,7 @@ class ModuleParts(ProgramPlaces):
         found: dict[str, Parts] = {}
         doubtful = []
         for name, module in self.modules.items():
-            if name not in self.inside or any(_within(name, other) for other in found):
+            if name not in self.inside or any(within(name, other) for other in found):
                 continue
             if isinstance(module, nn.RNNBase):
                 steps = self._recurrent_steps(name)
@@ -517,10 +517,6 @@ def _executed(place: tuple[str, int]) -> tuple[str, int]:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _within(name: str, module: str) -> bool:
-    return not module or name == module or name.startswith(f"{module}.")
 
 
 _FOUND = {

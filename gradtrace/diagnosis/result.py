@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from functools import partial
 from html import escape
 from textwrap import wrap
 from typing import Any
 
 from gradtrace.io.strict_json import json_value
+from gradtrace.printable import listed as listed_first
 from gradtrace.printable import printable
 
 SEVERITIES = ("error", "warning", "note")
@@ -17,6 +19,7 @@ SEVERITIES = ("error", "warning", "note")
 
 WIDTH = 100
 NAMED_MAX = 4
+listed = partial(listed_first, most=NAMED_MAX)
 
 
 class Reason(str, Enum):
@@ -162,17 +165,6 @@ class Diagnosis:
             "unused_rows": {name: list(pair) for name, pair in self.unused_rows.items()},
             "remarks": list(self.remarks),
         }
-
-
-def listed(names: tuple[str, ...]) -> str:
-    """``a, b and 3 more``.
-
-    >>> listed(("a", "b")), listed(tuple("abcdefg"))
-    ('a, b', 'a, b, c, d and 3 more')
-    """
-    more = len(names) - NAMED_MAX
-    shown = ", ".join(names[:NAMED_MAX])
-    return f"{shown} and {more:,} more" if more > 0 else shown
 
 
 def common_module(modules: list[str]) -> str:

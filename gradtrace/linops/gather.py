@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from gradtrace.kernels.strides import is_dense
 from gradtrace.linops.axes import Axis, reshaped, viewed
 from gradtrace.linops.base import Best, Map, Rows, Selection, chosen, taken_at
 from gradtrace.linops.indexing import located, picked
@@ -147,6 +148,9 @@ class Index(Gather):
     def _is_injective(self) -> bool:
         if not self.fills and self.outputs > self.inputs:
             return False
+        moved = self._view(torch.device("cpu"))
+        if moved is not None and is_dense(moved):
+            return True
         source = self.source().reshape(-1)
         taken = torch.zeros(self.inputs + 1, dtype=torch.bool, device=source.device)
         taken[source + 1] = True  # slot 0 collects the elements without a source

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.ir.lazy_gradient import WEIGHT_GRADIENT_SPEC, LazyGradient, LazyPart, layout_key
-from gradtrace.linops import Contract, Identity, Index, Map, Scatter
+from gradtrace.linops import Contract, Identity, Index, Map, Scatter, is_permutation
 
 GRAM_ELEMENTS = 1 << 20
 """Elements that are converted to float64 at a time for inner products."""
@@ -107,7 +107,11 @@ def _are_weight_gradients(parts: Sequence[TailPart]) -> bool:
     if sum(c.inputs for c in contracts) >= contracts[0].outputs:
         return False
     moves = [part.maps[1:] for part in parts]
-    if not all(_is_permutation(move) for some in moves for move in some):
+    if not all(
+        isinstance(move, Identity | Index) and is_permutation(move)
+        for some in moves
+        for move in some
+    ):
         return False
     return len(parts) == 1 or len({tuple(map(layout_key, some)) for some in moves}) == 1
 
@@ -160,24 +164,3 @@ def _scatter_gram(parts: Sequence[TailPart], keys: Sequence[int], whole: Tensor 
     found = gram([row.unsqueeze(0) for row in rows])
     found[0, 0, 0] = gram([whole.unsqueeze(0)])[0, 0, 0]
     return found
-
-
-def _is_permutation(map_: Map) -> bool:
-    """Whether a map only changes the order of elements."""
-    if isinstance(map_, Identity):
-        return True
-    if not isinstance(map_, Index) or map_.fills or map_.inputs != map_.outputs:
-        return False
-    numbers = torch.empty(map_.in_shape, dtype=torch.uint8, device="cpu")
-    moved = map_.move(numbers)
-    if moved.data_ptr() and moved.data_ptr() == numbers.data_ptr():  # a view: its strides tell
-        sizes = sorted(
-            (stride, size) for stride, size in zip(moved.stride(), moved.shape) if size > 1
-        )
-        dense_so_far = 1
-        for stride, size in sizes:
-            if stride != dense_so_far:
-                return False
-            dense_so_far *= size
-        return dense_so_far == map_.inputs
-    return map_.single_target

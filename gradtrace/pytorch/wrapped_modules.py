@@ -103,3 +103,8 @@ def refuse_lazy(name: str, tensor: Tensor) -> None:
 def join(name: str, key: str) -> str:
     """``encoder`` and ``weight``: ``encoder.weight``."""
     return f"{name}.{key}" if name else key
+
+
+def within(name: str, module: str) -> bool:
+    """Whether ``name``, of a module or parameter, is ``module`` or inside it."""
+    return not module or name == module or name.startswith(module + ".")

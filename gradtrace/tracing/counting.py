@@ -19,7 +19,6 @@ from gradtrace.components.components import (
     ComponentFinder,
     Components,
     ComponentSelection,
-    within,
 )
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir import memory
@@ -31,6 +30,7 @@ from gradtrace.kernels import backend_of
 from gradtrace.linops.indexing import nearby
 from gradtrace.paths.paths import sampled
 from gradtrace.paths.tensor_paths import TensorPaths
+from gradtrace.pytorch.wrapped_modules import within
 from gradtrace.tracing.aggregate import HOST
 from gradtrace.tracing.coverage import Coverage, measured, of_paths
 from gradtrace.tracing.executor import TracedLeaf, execute

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import exp, inf, log, sqrt
+from statistics import median
 from typing import Any
 
 from gradtrace.training.tuning import (
@@ -97,10 +98,3 @@ def _spread(numbers: list[float]) -> tuple[float, float]:
     """The median, and the standard deviation by the median distance from it."""
     middle = median(numbers)
     return middle, NORMAL * median([abs(each - middle) for each in numbers])
-
-
-def median(numbers: Iterable[float]) -> float:
-    """The middle one, or the mean of the middle two."""
-    ranked = sorted(numbers)
-    half = len(ranked) // 2
-    return ranked[half] if len(ranked) % 2 else (ranked[half - 1] + ranked[half]) / 2
