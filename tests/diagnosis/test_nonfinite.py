@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gradtrace as gt
-from gradtrace.diagnosis.forward_record import Extent, ForwardRecord, ForwardRecorder, first_bad
+from gradtrace.diagnosis.forward_record import Extent, ForwardRecord, first_bad
+from gradtrace.diagnosis.forward_recorder import ForwardRecorder
 
 
 @pytest.mark.parametrize("name", CASES)
