@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import random
 import sys
 from argparse import Namespace
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import symbolic_trace
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import gradtrace as gt
@@ -91,6 +98,22 @@ def dropped(model: Net) -> Net:
     return model
 
 
+def tied(model: Net, tie: bool) -> Net:
+    with torch.no_grad():
+        model.b.weight.copy_(model.a.weight)
+    if tie:
+        model.b.weight = model.a.weight
+    return model
+
+
+def test_tied_weights_and_shared_modules_count() -> None:
+    apart, shared = (identity(tied(net(), tie), loss)[0] for tie in (False, True))
+    assert apart.tensors != shared.tensors
+    act = nn.Tanh()
+    twice, two = nn.Sequential(act, act), nn.Sequential(nn.Tanh(), nn.Tanh())
+    assert identity(twice, loss)[0].modules != identity(two, loss)[0].modules
+
+
 class Other(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).abs()
@@ -143,6 +166,10 @@ def test_a_changed_model_is_refused(tmp_path: Path, what: str, finished: bool) -
     assert gt.influence(net(), loss, data(), checkpoint=file).pairs == 20
 
 
+class Choice(Enum):
+    A, B = 1, 2
+
+
 @dataclass
 class Config:
     scale: float = 1.0
@@ -158,12 +185,26 @@ class Configured(nn.Module):
         self.bias, self.steps = torch.zeros(2), (1, 2)
         self.kept: list[Tensor] = []
         self.cache, self._count, self.state = dict[int, Tensor](), 0, Namespace(last=None)
+        self.gain, self.act, self.choice = 1.0, torch.relu, Choice.A
+        self.prior = torch.distributions.Normal(0.0, 1.0)
+
+    def set_gain(self, gain: float) -> None:
+        self.gain = gain
+
+    @property
+    def offset(self) -> float:
+        return getattr(self, "_offset", 0.0)
+
+    @offset.setter
+    def offset(self, value: float) -> None:
+        self._offset = value
 
     def forward(self, x: Tensor) -> Tensor:
         self._count += 1
         self.cache[self._count] = x
         self.state.last = self._count
-        return self.layer(x) * self.table["scale"][0] * self.record.scale * self._hidden + self.bias
+        h = self.act(self.layer(x)) * self.gain + self.offset
+        return h * self.table["scale"][0] * self.record.scale * self._hidden + self.bias
 
     def keep(self, x: Tensor) -> None:
         self.kept.append(x)
@@ -176,6 +217,16 @@ SETTINGS: dict[str, Callable[[Any], object]] = {
     "a tensor": lambda model: model.bias.add_(1),
     "a tuple": lambda model: setattr(model, "steps", (1, 3)),
     "a hook": lambda model: model.layer.register_forward_hook(lambda m, x, out: 2 * out),
+    "by a method": lambda model: model.set_gain(2.0),
+    "by a property": lambda model: setattr(model, "offset", 2.0),
+    "an activation": lambda model: setattr(model, "act", torch.tanh),
+    "a choice": lambda model: setattr(model, "choice", Choice.B),
+    "a distribution": lambda model: setattr(
+        model, "prior", torch.distributions.Normal(0.0, torch.tensor(2.0))
+    ),
+    "a backward hook": lambda model: model.layer.register_full_backward_hook(lambda m, a, b: None),
+    "a hook on gradients": lambda model: model.register_full_backward_pre_hook(lambda m, g: None),
+    "a hook of a weight": lambda model: model.layer.weight.register_hook(lambda g: 2 * g),
     "a hook before": lambda model: model.register_forward_pre_hook(lambda m, x: (2 * x[0],)),
 }
 
@@ -188,8 +239,19 @@ def test_settings_in_attributes_and_hooks_count(what: str) -> None:
     model(torch.ones(1, 2))
     model.keep(torch.ones(2))
     assert identity(model, loss)[0].modules == before  # what a model changes in use is no setting
+    with gt.watch(model):
+        assert identity(model, loss)[0].modules == before
     SETTINGS[what](model)
     assert identity(model, loss)[0].modules != before
+
+
+def test_hooks_on_all_modules_count() -> None:
+    before = identity(net(), loss)[0]
+    hook = register_module_forward_hook(lambda module, given, out: None)
+    try:
+        assert identity(net(), loss)[0] != before
+    finally:
+        hook.remove()
 
 
 def test_autocast_around_the_call_counts() -> None:
@@ -371,6 +433,160 @@ def test_another_loss_is_refused(tmp_path: Path) -> None:
     gt.influence(net(), loss, data(3), checkpoint=file)
     with pytest.raises(GradtraceError, match="the loss function"):
         gt.influence(net(), lambda m, x: m(x).abs().mean(1), data(), checkpoint=file)
+
+
+def record(model: nn.Module, x: Tensor) -> Tensor:
+    """Uses a global dict, and changes something else."""
+    kept = []
+    kept.append(x)
+    return model(x).pow(OPTIONS["power"]).mean(1)
+
+
+class Annealed:
+    """A loss whose weight has a setter; counts its calls, by a method that runs."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale, self.calls, self.past, self.started = scale, 0, list[float](), 0.0
+
+    def set(self, scale: float) -> Annealed:
+        self.scale = scale
+        return self
+
+    def note(self, value: Tensor) -> None:
+        self.calls += 1
+        self.past.append(value.sum().item())
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        found = model(x).mean(1) * self.scale
+        self.note(found)
+        return found
+
+
+class Holder:
+    def __init__(self, inner: Annealed) -> None:
+        self.inner = inner
+
+    def loss(self, model: nn.Module, x: Tensor) -> Tensor:
+        return self.inner(model, x)
+
+
+class Table:
+    OPTIONS: ClassVar = {"scale": 1.0}
+    SIZES: ClassVar = [1, 2]
+    WEIGHTS: ClassVar = torch.ones(6)
+    act = staticmethod(torch.relu)
+    reduce = functools.partial(torch.mean, dim=1)
+    calls: ClassVar[list[int]] = []
+
+    @classmethod
+    def loss(cls, model: nn.Module, x: Tensor) -> Tensor:
+        cls.calls.append(1)
+        return model(x).mean(1) * cls.OPTIONS["scale"]
+
+
+def using(thing: Any) -> Loss:
+    return lambda model, x: (thing, loss(model, x))[1]
+
+
+def decorated(decorator: Any, scale: float) -> Loss:
+    @decorator
+    def helper(x: float) -> float:
+        return x * scale
+
+    return lambda model, x: loss(model, x) * float(helper(3.0))
+
+
+def normal(scale: float) -> torch.distributions.Distribution:
+    kinds = torch.distributions
+    base = kinds.Normal(torch.zeros(6), torch.ones(6))
+    return kinds.TransformedDistribution(base, [kinds.AffineTransform(0.0, scale)])
+
+
+DIFFERENT: dict[str, Callable[[int], Loss]] = {
+    "a setter's attribute": lambda n: Annealed(1.0).set(float(n)),
+    "given to a class with a setter": lambda n: Annealed(float(n)),
+    "inside another object": lambda n: Holder(Annealed(1.0).set(float(n))).loss,
+    "functools.cache": lambda n: decorated(functools.cache, n),
+    "functools.singledispatch": lambda n: decorated(functools.singledispatch, n),
+    "numpy.vectorize": lambda n: decorated(np.vectorize, n),
+    "a distribution": lambda n: using(torch.distributions.Normal(0.0, float(n))),
+    "a transformed distribution": lambda n: using(normal(float(n))),
+    "a categorical distribution": lambda n: using(
+        torch.distributions.Categorical(torch.arange(1.0, 3.0) ** n)
+    ),
+    "an enumeration": lambda n: using(Choice(n)),
+    "a number of NumPy": lambda n: using(np.float32(n)),
+    "a fraction": lambda n: using(Fraction(n)),
+    "a path": lambda n: using(Path(str(n))),
+    "a deque": lambda n: using(deque([n])),
+    "a proxy": lambda n: using(MappingProxyType({"n": n})),
+    "bytes": lambda n: using(bytearray([n])),
+    "a getter": lambda n: using(itemgetter(n)),
+    "an operator": lambda n: using((torch.ops.aten.relu, torch.ops.aten.tanh)[n - 1]),
+    "a method": lambda n: using((Tensor.relu, Tensor.tanh)[n - 1]),
+    "a ufunc": lambda n: using((np.sin, np.cos)[n - 1]),
+    "a tensor's method": lambda n: using(torch.full((3,), n).add),
+    "a set of tuples": lambda n: using({(1, n)}),
+    "a long list": lambda n: using(list(range(n, 20_000 + n))),
+    "torch.fx": lambda n: using(symbolic_trace((nn.Tanh(), nn.ReLU())[n - 1])),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_a_loss_refers_to_counts(what: str) -> None:
+    first, same, other = (DIFFERENT[what](n) for n in (1, 1, 2))
+    before = told(first)
+    for x in data(2):
+        first(net(), x)
+    assert told(first) == before == told(same) != told(other)
+
+
+def test_class_attributes_and_globals_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = told(Table.loss)
+    Table.loss(net(), data()[0])
+    assert told(Table.loss) == before  # of Table.calls, which it fills
+    for name, value in {
+        "OPTIONS": {"scale": 2.0},
+        "SIZES": [1, 3],
+        "WEIGHTS": torch.zeros(6),
+        "act": staticmethod(torch.tanh),
+        "reduce": functools.partial(torch.mean, dim=0),
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(Table, name, value)
+            assert told(Table.loss) != before, name
+    before = told(record)
+    monkeypatch.setitem(OPTIONS, "power", 6)
+    assert told(record) != before
+
+
+def test_modules_of_a_package_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``package.settings.SCALE``, and modules that a function imports when it runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package/__init__.py").touch()
+    (tmp_path / "own_package/settings.py").write_text("SCALE = 1.0")
+    (tmp_path / "own_loss.py").write_text(
+        "import own_package.settings\n"
+        "def near(model, x): return model(x).mean(1) * own_package.settings.SCALE\n"
+        "def late(model, x):\n"
+        "    from own_package.late import scale\n"
+        "    return model(x).mean(1) * scale(2)\n"
+    )
+    late = tmp_path / "own_package/late.py"
+    late.write_text("from .deeper import SCALE\ndef scale(n): return n * SCALE")
+    (tmp_path / "own_package/deeper.py").write_text("SCALE = 1.0")
+    functions: Any = importlib.import_module("own_loss")
+    before = told(functions.near), told(functions.late)
+    functions.late(net(), data()[0])
+    assert (told(functions.near), told(functions.late)) == before
+    (tmp_path / "own_package/deeper.py").write_text("SCALE = 2.0")
+    assert told(functions.late) != before[1]
+    monkeypatch.setattr(functions.own_package.settings, "SCALE", 2.0)
+    assert told(functions.near) != before[0]
+    for name in ("own_loss", "own_package", "own_package.settings", "own_package.late"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "own_package.deeper")
 
 
 # Data ---------------------------------------------------------------------------------------------

@@ -9,18 +9,31 @@ import inspect
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.machinery import PathFinder
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+from gradtrace.errors import GradtraceError
+from gradtrace.io.atomic_files import content
+from gradtrace.pytorch.call_patches import unpatched
 
 CONSTRUCTORS = ("__init__", "__post_init__", "__new__", "__setstate__")
-"""Methods that construct an object: attributes that other methods assign change during use."""
+"""Methods that construct an object."""
 
 MUTATORS = frozenset(
     {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"}
     | {"popleft", "remove", "reverse", "setdefault", "sort", "subtract", "update", "write"}
 )
 """Methods that change a container."""
+
+
+LOADS = (
+    *("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"),
+    *("LOAD_FROM_DICT_OR_GLOBALS", "LOAD_FROM_DICT_OR_DEREF", "LOAD_SUPER_ATTR", "IMPORT_FROM"),
+)
+"""Operations that load a name which may be that of a function."""
 
 
 def all_code(code: CodeType) -> Iterator[CodeType]:
@@ -41,60 +54,137 @@ def operands(code: CodeType, *operations: str) -> set[Any]:
     }
 
 
-def changes_containers(code: CodeType) -> bool:
-    """Whether a function may change containers that it refers to."""
-    stores = operands(code, "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
-    return bool(stores or operands(code, "LOAD_ATTR", "LOAD_METHOD") & MUTATORS)
-
-
-def _methods(kind: type) -> Iterator[tuple[bool, FunctionType]]:
-    """The methods of a class that are the user's, and whether each is a constructor."""
-    for base in kind.__mro__:
-        for name, value in vars(base).items() if not installed(base) else ():
-            function = getattr(value, "__func__", getattr(value, "fset", value))
-            if isinstance(function, FunctionType):
-                yield name in CONSTRUCTORS, function
-
-
-def assigned(kind: type) -> set[str]:
-    """Attributes that methods of a class other than its constructors assign."""
-    found = set()
-    for constructs, function in _methods(kind):
-        if not constructs:
-            found |= operands(function.__code__, "STORE_ATTR", "DELETE_ATTR")
+def loaded(code: CodeType) -> set[str]:
+    """Names of variables and attributes that a function loads, ``getattr(self, "name")`` too."""
+    found = operands(code, *LOADS)
+    if "getattr" in found:
+        found |= {text for each in all_code(code) for text in each.co_consts if type(text) is str}
     return found
 
 
+class Written(NamedTuple):
+    """What a function may change the contents of."""
+
+    names: set[str]
+    attributes: set[str]
+
+    def join(self, *others: Written) -> Written:
+        """What any of some functions may change."""
+        return Written(
+            self.names.union(*(each.names for each in others)),
+            self.attributes.union(*(each.attributes for each in others)),
+        )
+
+
+NOTHING = Written(set(), set())
+
+
+def definition(value: Any) -> Any:
+    """The function behind a static method, a class method or a property."""
+    if isinstance(value, functools.cached_property):
+        return value.func
+    return getattr(value, "__func__", getattr(value, "fget", value))
+
+
+def methods(kind: type) -> Iterator[tuple[str, str, FunctionType]]:
+    """The user's methods of a class: how each is used (read, or assigned to), its name, and it."""
+    for base in kind.__mro__:
+        for name, value in unpatched(base).items() if not installed(base) else ():
+            setter = getattr(value, "fset", None)
+            for use, function in (("read", definition(value)), ("assigned", setter)):
+                if isinstance(function, FunctionType):
+                    yield use, name, function
+
+
+class UsedNames(NamedTuple):
+    """Names that code which runs in a measurement loads, and attributes that it assigns.
+
+    A method that is not among them (``set_temperature``) is not called, so that what it assigns is
+    a setting.
+    """
+
+    loaded: set[str]
+    assigned: set[str]
+    everything: bool = False
+
+    def runs(self, use: str, name: str) -> bool:
+        """Whether a method of this name may be called."""
+        if name in CONSTRUCTORS:
+            return False
+        if self.everything:
+            return True
+        if use == "assigned":
+            return name in self.assigned
+        return name in self.loaded or name == "forward" or name.startswith("__")
+
+
+def used_names(functions: Iterable[tuple[str, CodeType]], entries: Iterable[CodeType]) -> UsedNames:
+    """The names that ``entries`` load, and that functions of these names load in turn."""
+    by_name: dict[str, list[CodeType]] = {}
+    for name, code in functions:
+        by_name.setdefault(name, []).append(code)
+    found = UsedNames(set(), set())
+    waiting = list(entries)
+    for name, some in by_name.items():
+        if name == "<lambda>" or found.runs("read", name):
+            waiting += some
+    done = set[int]()
+    while waiting:
+        code = waiting.pop()
+        if id(code) in done:
+            continue
+        done.add(id(code))
+        found.assigned.update(operands(code, "STORE_ATTR", "DELETE_ATTR"))
+        for name in loaded(code) - found.loaded:
+            found.loaded.add(name)
+            waiting += by_name.get(name, ())
+    return found
+
+
+NO_NAMES, ALL_NAMES = UsedNames(set(), set()), UsedNames(set(), set(), everything=True)
+
+
+def assigned(kind: type, used: UsedNames) -> set[str]:
+    """Attributes that methods of a class assign when it is used."""
+    some = (operands(f.__code__, "STORE_ATTR", "DELETE_ATTR") for f in _running(kind, used))
+    return set().union(*some)
+
+
 def constructed(kind: type) -> set[str]:
-    """Attributes that constructors of the user's assign."""
-    found = (operands(f.__code__, "STORE_ATTR") for constructs, f in _methods(kind) if constructs)
-    return set().union(*found)
+    """Attributes that methods of the user's assign."""
+    return set().union(*(operands(f.__code__, "STORE_ATTR") for _, _, f in methods(kind)))
 
 
-def filled(kind: type) -> set[str]:
-    """Attributes whose contents methods of a class other than its constructors may change."""
-    found = (filled_by(function) for constructs, function in _methods(kind) if not constructs)
-    return set().union(*found)
+def filled(kind: type, used: UsedNames) -> Written:
+    """What methods of a class may change the contents of when it is used."""
+    return NOTHING.join(*(filled_by(function) for function in _running(kind, used)))
 
 
-def filled_by(function: FunctionType) -> set[str]:
+def _running(kind: type, used: UsedNames) -> Iterator[FunctionType]:
+    return (function for use, name, function in methods(kind) if used.runs(use, name))
+
+
+def filled_by(function: FunctionType) -> Written:
     """Names in the expressions that a function writes to, of attributes and, where a variable was
     assigned from some, of these: ``self.cache[n] = x``, ``self.kept.append(x)``, ``mean.add_(x)``.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # no source: any attribute that is mentioned
+    except (OSError, TypeError, SyntaxError):  # no source: anything that is mentioned
         code = function.__code__
-        return operands(code, "LOAD_ATTR") if changes_containers(code) else set()
-    found, variables = set[str](), dict[str, set[str]]()
+        stores = operands(code, "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
+        if not stores and not operands(code, "LOAD_ATTR", "LOAD_METHOD") & MUTATORS:
+            return NOTHING
+        return Written(operands(code, *LOADS), operands(code, "LOAD_ATTR"))
+    found, variables = NOTHING, dict[str, Written]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Name):
-                    variables.setdefault(target.id, set()).update(_mentioned(node.value))
-        for written in _written(node):
-            found |= _mentioned(written)
-    return found.union(*(variables[name] for name in found & variables.keys()))
+                    some = variables.get(target.id, NOTHING)
+                    variables[target.id] = some.join(_mentioned(node.value))
+        found = found.join(*map(_mentioned, _written(node)))
+    return found.join(*(variables[name] for name in found.names & variables.keys()))
 
 
 def _written(node: ast.AST) -> list[ast.expr]:
@@ -113,13 +203,69 @@ def _written(node: ast.AST) -> list[ast.expr]:
     return found
 
 
-def _mentioned(expression: ast.expr) -> set[str]:
+def _mentioned(expression: ast.expr) -> Written:
     """The names of variables and attributes in an expression."""
-    return {
-        each.attr if isinstance(each, ast.Attribute) else each.id
-        for each in ast.walk(expression)
-        if isinstance(each, (ast.Attribute, ast.Name))
-    }
+    nodes = list(ast.walk(expression))
+    return Written(
+        {each.id for each in nodes if isinstance(each, ast.Name)},
+        {each.attr for each in nodes if isinstance(each, ast.Attribute)},
+    )
+
+
+def called_code(value: Any) -> list[CodeType]:
+    """The code that runs when a value is called."""
+    if isinstance(value, functools.partial):
+        return called_code(value.func)
+    function = getattr(value, "__func__", value)
+    if not isinstance(function, FunctionType):
+        return []
+    inside = closure(function).values() if installed(function) else ()  # of decorators
+    return [function.__code__, *(code for each in inside for code in called_code(each))]
+
+
+def closure(function: FunctionType) -> dict[str, Any]:
+    """The variables around a function."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with suppress(ValueError):  # not assigned yet
+            found[name] = cell.cell_contents
+    return found
+
+
+def imported(function: FunctionType) -> dict[str, CodeType]:
+    """The user's modules that a function imports when it runs, and those that they import: compiled
+    anew, as they may not be loaded yet.
+    """
+    package = str(function.__globals__.get("__package__") or "")
+    found: dict[str, CodeType] = {}
+    waiting = [(function.__code__, package)]
+    while waiting:
+        code, package = waiting.pop()
+        tails = ["", *sorted(f".{name}" for name in operands(code, "IMPORT_FROM"))]
+        for name in sorted(operands(code, "IMPORT_NAME")):
+            for full in (f"{root}{name}{tail}" for root in ("", f"{package}.") for tail in tails):
+                compiled = None if full in found else _compiled(full)
+                if compiled is not None:
+                    found[full] = compiled
+                    waiting.append((compiled, full.rpartition(".")[0]))
+    return dict(sorted(found.items()))
+
+
+def _compiled(name: str) -> CodeType | None:
+    """The code of one of the user's modules, from its file; None if there is no such module."""
+    folders: Any = None
+    spec = None
+    try:
+        for count in range(name.count(".") + 1):
+            part = ".".join(name.split(".")[: count + 1])
+            spec = PathFinder.find_spec(part, folders)
+            folders = [] if spec is None else spec.submodule_search_locations or []
+        file = "" if spec is None else spec.origin or ""
+        if not file.endswith(".py") or _in_packages(file):
+            return None
+        return compile(content(file), file, "exec", dont_inherit=True)
+    except (GradtraceError, ImportError, SyntaxError, ValueError):  # it may never be imported
+        return None
 
 
 @functools.cache
@@ -141,4 +287,8 @@ def installed(definition: Any) -> bool:
         file = getattr(module, "__file__", None) or ""
         if module is not None and not file:
             return name != "__main__"  # built in
+    return _in_packages(file)
+
+
+def _in_packages(file: str) -> bool:
     return "site-packages" in file or file.startswith(_roots())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from gradtrace.distributed.identity import named_tensors, tensor_digests
+from gradtrace.distributed.model_tensors import named_tensors, tensor_digests
 from gradtrace.pytorch.module_calls import Forward, Listener, listen
 from gradtrace.pytorch.wrapped_modules import refuse_flat, sharded_modules, sharding_hooks
 
