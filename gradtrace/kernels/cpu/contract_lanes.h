@@ -141,14 +141,55 @@ INLINE auto largest_of(V x) {
   }
 #else
   auto all_bits = bits(x);
+#if defined(GRADTRACE_AVX512)
+  decltype(all_bits[0] + all_bits[0]) most;
+  if constexpr (sizeof(x[0]) == 4) {
+    most = _mm512_reduce_max_epi32((__m512i)all_bits);
+  } else {
+    most = _mm512_reduce_max_epi64((__m512i)all_bits);
+  }
+#else
   auto most = all_bits[0];
   for (int w = 1; w < static_cast<int>(sizeof x / sizeof x[0]); w++) {
     most = all_bits[w] > most ? all_bits[w] : most;
   }
+#endif
   decltype(x[0] + x[0]) out;
   __builtin_memcpy(&out, &most, sizeof out);
   return out;
 #endif
+}
+
+// Minimum of the lanes, none of which is negative or NaN.
+template <class V>
+INLINE auto smallest_of(V x) {
+#if defined(GRADTRACE_AVX512)
+  if constexpr (sizeof(x[0]) == 4) {
+    return _mm512_reduce_min_ps((__m512)x);
+  } else {
+    return _mm512_reduce_min_pd((__m512d)x);
+  }
+#else
+  auto out = x[0];
+  for (int w = 1; w < static_cast<int>(sizeof x / sizeof x[0]); w++) out = x[w] < out ? x[w] : out;
+  return out;
+#endif
+}
+
+// out[n] = ids[n · step + index[n]]
+INLINE void pick(const int32_t* ids, int64_t step, const int32_t* index, int64_t count, int32_t* out) {
+  int64_t n = 0;
+#if defined(GRADTRACE_AVX512)
+  if (step < 1 << 26) {  // offsets of 16 columns are int32
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i start = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(step)));
+    for (; n + 16 <= count; n += 16) {
+      const __m512i at = _mm512_add_epi32(_mm512_loadu_si512(index + n), start);
+      _mm512_storeu_si512(out + n, _mm512_i32gather_epi32(at, ids + n * step, 4));
+    }
+  }
+#endif
+  for (; n < count; n++) out[n] = ids[n * step + index[n]];
 }
 
 // Maximum of two, NaN if one is NaN.

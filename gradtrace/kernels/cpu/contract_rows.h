@@ -279,8 +279,7 @@ static T lower_bound(const T* a, const uint16_t* seeds, int64_t seeded, const T*
     UNROLL for (int j = 0; j < ACROSS; j++) low[j] = more(load(b + j * W) * x, low[j]);
   }
   UNROLL for (int j = 1; j < ACROSS; j++) low[0] = smaller(low[j], low[0]);
-  T out = low[0][0];
-  for (int w = 1; w < W; w++) out = low[0][w] < out ? low[0][w] : out;
+  const T out = smallest_of(low[0]);
   const T tiny = tiniest(out);
   return out > tiny ? out : tiny;
 }
@@ -428,14 +427,8 @@ static void write_results(const Rows<T>& rows, int64_t r, int64_t columns) {
     }
   }
   if (rows.out_ids) {
-    int32_t* out = rows.out_ids + r * rows.pitch;
-    if (rows.by_column) {
-      const int32_t* ids = rows.ids;
-      for (int64_t n = 0; n < columns; n++, ids += rows.ids_step) out[n] = ids[index[n]];
-    } else {
-      const int32_t* ids = rows.ids + r * rows.ids_step;
-      for (int64_t n = 0; n < columns; n++) out[n] = ids[index[n]];
-    }
+    const int64_t step = rows.by_column ? rows.ids_step : 0;
+    pick(rows.ids + (step ? 0 : r * rows.ids_step), step, index, columns, rows.out_ids + r * rows.pitch);
   }
 }
 
