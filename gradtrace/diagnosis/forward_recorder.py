@@ -110,8 +110,7 @@ class ForwardRecorder(PausedMode):
     ) -> None:
         record = self.record
         where = place(sys._getframe(2), functions=not torch.is_grad_enabled())
-        if name in _SHAPE_ONLY:
-            given, needs = [], False
+        given, needs = ([], False) if name in _SHAPE_ONLY else (given, needs)
         inputs = self._inputs(given, changed, numbers)
         old = [record.known(each) for each in changed]
         outputs = [*map(record.make, fresh), *map(record.write, changed)]
@@ -135,12 +134,10 @@ class ForwardRecorder(PausedMode):
             where.around if off == "checkpoint" else self._line_off(off),
             not all(map(isfinite, numbers)),
             module is not None,
+            off_by=self._off_by if off == "no_grad" else "",
+            batched=is_batched(),
+            changed=tuple(value for value in old if value is not None),
         )
-        operation.batched, operation.off_by = (
-            is_batched(),
-            self._off_by if off == "no_grad" else "",
-        )
-        operation.changed = tuple(value for value in old if value is not None)
         operation.element = self._element(operation, given, made)
         record.add(operation, start)
 
