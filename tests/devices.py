@@ -86,6 +86,8 @@ DATA: dict[str, Callable[[Tensor], Tensor]] = {
     "NaN": lambda x: spoilt(x, NAN),
     "infinite": lambda x: spoilt(x, INF),
     "denormal": lambda x: x * 1e-20,
+    "tiny": lambda x: x * 1e-21,  # products are 0 in bfloat16
+    "near": lambda x: 1 + x / 99,  # equal in bfloat16
     "turned": lambda x: x.mT.contiguous().mT,
     "apart": lambda x: torch.stack([x, x], -1)[..., 0],
 }
@@ -132,18 +134,18 @@ def contraction(
         contracted(device, a, b, value=False, ids=marks.long().mT.contiguous().mT, of_b=of_b)
 
 
-def windows(device: str, scale: int = 1) -> None:
+def windows(device: str, scale: int = 1, dtype: torch.dtype = torch.float32) -> None:
     """Operands with tables are read where they lie."""
     draw = torch.Generator().manual_seed(0)
     sides = ((2, 500), (30 * scale, 7), (30 * scale, 3))
-    data = torch.randn(500 + sides[1][0] * 7 + sides[2][0] * 3, generator=draw)
+    data = torch.randn(500 + sides[1][0] * 7 + sides[2][0] * 3, generator=draw).to(dtype)
     tables = [torch.arange(n) * step for n, step in sides]
     some = Operand(data, *tables)
     marks = some._replace(data=torch.randint(1, 999, data.shape, generator=draw).int())
-    b = torch.randn(2, 30 * scale, 40, generator=draw)
+    b = torch.randn(2, 30 * scale, 40, generator=draw).to(dtype)
     contracted(device, some, b, ids=marks)
     contracted(device, some, b, index=True)
-    a = torch.randn(2, 20, 30 * scale, generator=draw)
+    a = torch.randn(2, 20, 30 * scale, generator=draw).to(dtype)
     contracted(device, a, some, ids=marks, of_b=True)
     contracted(device, a, b.mT.contiguous().mT, ids=marks._replace(rows=tables[1][:20]))
 

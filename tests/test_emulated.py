@@ -25,6 +25,7 @@ from gradtrace.kernels import (
     backend_of,
     cuda_half_products,
     cuda_launch,
+    cuda_pair_contraction,
     cuda_reduce,
     cuda_tally,
     cuda_tiling,
@@ -69,6 +70,26 @@ def test_contraction_of_half_precision(dtype: torch.dtype, emulator: Emulator) -
     for name in ("Gaussian", "ties", "NaN"):
         devices.contraction("cpu", (2, 9, 37, 33), name, dtype)
     devices.mixed("cpu")
+
+
+@pytest.mark.parametrize("name", devices.DATA)
+def test_contraction_of_bfloat16_in_pairs(name: str, emulator: Emulator) -> None:
+    devices.contraction("cpu", (1, 130, 300, 140), name, torch.bfloat16)
+    assert "contract_pairs" in emulator.launches
+
+
+def test_pairs_of_windows_batches_and_long_rows(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices.windows("cpu", 5, torch.bfloat16)
+    devices.contraction("cpu", (3, 40, 140, 70), "ties", torch.bfloat16)
+    monkeypatch.setattr(cuda_pair_contraction, "MAX_K_BLOCKS", 3)
+    cuda_pair_contraction.plan.cache_clear()
+    devices.contraction("cpu", (1, 3, 700, 5), "near", torch.bfloat16)
+    cuda_pair_contraction.plan.cache_clear()
+    emulator.backwards = True
+    devices.contraction("cpu", (1, 130, 140, 70), "ties", torch.bfloat16)
+    assert set(emulator.launches) >= {"contract_pairs", "rescan_pairs", "contract"}
 
 
 def test_long_contractions_are_cut(emulator: Emulator) -> None:
@@ -601,6 +622,7 @@ SOURCES = [
     ("contract.cu", ("KB 64", "BM 128", "BN 128", "INDEX")),
     ("contract.cu", ("KB 128", "BM 128", "BN 128", "INDEX")),
     ("contract.cu", ("KB 128", "BM 128", "BN 128")),
+    ("contract_pairs.cu", ()),
     ("rescan.cu", ("KB 8",)),
     ("rescan.cu", ("KB 16",)),
     ("rescan.cu", ("KB 128",)),

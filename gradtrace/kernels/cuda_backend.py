@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -249,6 +250,5 @@ class Cuda(Reference):
 
 def _flags(bits: Tensor, count: int) -> Tensor:
     """The bits of int32 words on the CPU, lowest first, as ``count`` flags."""
-    shifts = torch.arange(8, dtype=torch.uint8, device="cpu")
-    octets = bits.view(torch.uint8).unsqueeze(1)
-    return (octets >> shifts & 1).view(-1)[:count].bool()
+    octets = bits.view(torch.uint8).numpy()
+    return torch.from_numpy(np.unpackbits(octets, count=count, bitorder="little")).bool()

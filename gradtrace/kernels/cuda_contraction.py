@@ -1,24 +1,25 @@
 """The (max, ×) contraction on a GPU: CUDA kernels compiled on first use, with Triton as fallback.
 Both return the same bits as ``plain_contraction``.
 
-The CUDA kernels read float32 in place, by strides; half precisions are first copied to float32.
+The CUDA kernels read float32 in place, by strides; half precisions are first copied to float32, or
+multiplied in pairs (``cuda_pair_contraction``).
 Whatever depends only on shapes and strides is computed once and cached (``ready``), so that a
 launch only has to fill in addresses.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import cuda_launch, plain_contraction, tuning
+from gradtrace.kernels import cuda_launch, cuda_pair_contraction, plain_contraction, tuning
+from gradtrace.kernels.cuda_pair_contraction import Place, PreparedPairs
 from gradtrace.kernels.cuda_tiling import (
     THREADS,
     ContractionPlan,
@@ -40,14 +41,12 @@ from gradtrace.kernels.pointers import on_device
 
 FILE, RESCAN_FILE = "contract.cu", "rescan.cu"
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
+BFLOAT16 = KINDS[torch.bfloat16]
 DTYPES = (*KINDS, torch.float64)
 ROW_STRIDE_LIMIT, K_STRIDE_LIMIT = 1 << 24, 1 << 31
 """Strides of rows and of k from which an operand is copied. The first also bounds the columns of a
 launch, half of the second the steps of all tiles in a launch: kernels count in 32 bits.
 """
-
-MAX_BATCH = 65_535
-"""The most matrices per launch."""
 
 
 def serves(*operands: Matrices) -> bool:
@@ -148,7 +147,7 @@ def strided(
 @lru_cache(4096)
 def _ready(
     device: torch.device, how: MatrixLayout, first: int, second: int, value: bool
-) -> PreparedLaunch | None:
+) -> PreparedLaunch | PreparedPairs | None:
     if not (all(how.shape) and how.k):
         return None
     layouts = (
@@ -161,9 +160,6 @@ def _ready(
 
 
 # CUDA --------------------------------------------------------------------------------------------
-
-Place: TypeAlias = tuple[int, int, int, int]
-"""Addresses of an operand and of its batch, row and k tables (0: none)."""
 
 PACKING, CONTRACTING = (32, 8, 1), (THREADS, 1, 1)
 UNPACKED = (0,) * 12
@@ -226,16 +222,21 @@ class PreparedLaunch(NamedTuple):
     countable: bool  # fits the 32-bit counters of the kernels
 
     @property
+    def workspace_bytes(self) -> int:
+        """Bytes of memory that a launch takes besides its results."""
+        return self.contraction_plan.space.size
+
+    @property
     def small(self) -> bool:
         """Whether one launch suffices, without asking how much memory is free."""
-        return self.countable and self.contraction_plan.space.size <= tuning.SMALL_WORKSPACE_BYTES
+        return self.countable and self.workspace_bytes <= tuning.SMALL_WORKSPACE_BYTES
 
     def __call__(self, a: Place, b: Place, ids: Place, value: int, index: int, found: int) -> None:
         """Launch it. ``value``, ``index`` and ``found`` are the addresses of the results: values,
         indices and provenance ids; 0 for those not requested.
         """
         how = self.contraction_plan
-        memory = _WORKSPACES.memory(self.device, how.space.size)
+        memory = cuda_launch.WORKSPACES.memory(self.device, how.space.size)
         start = on_device(memory)
         left, right, spare, blocks, parts, numbers, _ = [start + each for each in how.space]
         pack_a, pack_b = how.copied
@@ -282,7 +283,7 @@ def ready(
     layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
     of_b: bool,
     requested: tuple[bool, bool, bool],
-) -> PreparedLaunch:
+) -> PreparedLaunch | PreparedPairs:
     """Prepare the contraction of a part, with sizes ``shape``, of a result with sizes ``whole``.
     ``requested``: whether values, indices and provenance ids are requested.
     """
@@ -291,6 +292,14 @@ def ready(
     how = contraction_plan(
         shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device)
     )
+    if (
+        searched
+        and a.kind == b.kind == BFLOAT16
+        and cuda_pair_contraction.pays(shape, k, how.plan)
+        and cuda_pair_contraction.available(device)
+    ):
+        strides = a.steps or NO_STEPS, b.steps or NO_STEPS, ids.steps or NO_STEPS
+        return cuda_pair_contraction.prepared(device, whole, shape, k, strides, of_b)
     padded, tile = how.plan.padded, (how.plan.block, how.plan.rows, how.plan.columns)
     block, rows, columns = (f"{name} {size}" for name, size in zip(("KB", "BM", "BN"), tile))
     defines = (block, rows, columns, "INDEX") if searched else (block, rows, columns)
@@ -318,34 +327,12 @@ def ready(
         searched,
         ids.steps or NO_STEPS,
         of_b,
-        batches <= MAX_BATCH and how.plan.total < K_STRIDE_LIMIT // 2,
+        batches <= cuda_launch.MAX_BLOCKS_YZ and how.plan.total < K_STRIDE_LIMIT // 2,
     )
 
 
 def _reading(copy: bool, copied: Steps, steps: Steps) -> OperandRead:
     return OperandRead(copy, copied if copy else steps)
-
-
-class _WorkspaceCache(threading.local):
-    """Per-thread cache of one workspace per stream. Reuse is safe because launches on a stream run
-    in order; allocating a tensor each time would cost more than a launch.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[int | None, int], tuple[int, Tensor]] = {}
-
-    def memory(self, device: torch.device, size: int) -> Tensor:
-        """A workspace of at least ``size`` bytes for launches on the current stream."""
-        key = device.index, cuda_launch.stream(device)
-        there, found = self.tensors.get(key, (-1, None))
-        if found is None or there < size:
-            found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-            if size <= tuning.CACHED_WORKSPACE_MAX_BYTES:
-                self.tensors[key] = size, found
-        return found
-
-
-_WORKSPACES = _WorkspaceCache()
 
 
 def _run(
@@ -367,7 +354,7 @@ def _run(
         whole(a.place, b.place, ids.place, value, index, found)
         return
 
-    def part(some: tuple[int, int, int]) -> PreparedLaunch:
+    def part(some: tuple[int, int, int]) -> PreparedLaunch | PreparedPairs:
         return ready(device, shape, some, k, layouts, of_b, requested)
 
     sizes = _fitting(shape, part, cuda_launch.available_bytes(device) // 2)
@@ -387,15 +374,15 @@ def _run(
 
 def _fitting(
     shape: tuple[int, int, int],
-    part: Callable[[tuple[int, int, int]], PreparedLaunch],
+    part: Callable[[tuple[int, int, int]], PreparedLaunch | PreparedPairs],
     available_bytes: int,
 ) -> tuple[int, int, int]:
     """The numbers of matrices, rows and columns per launch that fit the workspace limit."""
-    i, m, n = min(shape[0], MAX_BATCH), *shape[1:]
+    i, m, n = min(shape[0], cuda_launch.MAX_BLOCKS_YZ), *shape[1:]
     most = min(tuning.WORKSPACE_MAX_BYTES, available_bytes)
     while True:
         how = part((i, m, n))
-        if how.countable and how.contraction_plan.space.size <= most:
+        if how.countable and how.workspace_bytes <= most:
             break
         if i > 1:
             i = -(-i // 2)

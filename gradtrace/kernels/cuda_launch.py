@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from gradtrace.kernels import cuda_cache
+from gradtrace.kernels import cuda_cache, tuning
 
 SOURCES = Path(__file__).with_name("cuda")
 MAX_DYNAMIC_SHARED_BYTES_ATTRIBUTE = 8
@@ -31,6 +31,9 @@ CUDA_ERROR_INVALID_CONTEXT = 201
 """Returned by the driver in a thread that has no current CUDA context yet."""
 
 Grid: TypeAlias = tuple[int, int, int]
+MAX_BLOCKS_YZ = 65_535
+"""The most thread blocks of a grid in its second and third dimension."""
+
 P = ParamSpec("P")
 _log = logging.getLogger("gradtrace")
 
@@ -84,6 +87,11 @@ def serves(file: str, *tensors: Tensor) -> bool:
     return _compiles(device.index, file)
 
 
+def compiles(device: torch.device, file: str) -> bool:
+    """Whether a file compiles for a GPU."""
+    return _compiles(device.index, file)
+
+
 def at(device: torch.device) -> AbstractContextManager[object]:
     """Context in which to launch on a device: makes it current if it is not."""
     if _single_gpu() or device.index == torch.cuda.current_device():
@@ -126,6 +134,28 @@ def available_bytes(device: torch.device) -> int:
 def stream(device: torch.device) -> int:
     """The raw handle of the current stream of a device."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
+class WorkspaceCache(threading.local):
+    """Per-thread cache of one workspace per stream. Reuse is safe because launches on a stream run
+    in order; allocating a tensor each time would cost more than a launch.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int | None, int], tuple[int, Tensor]] = {}
+
+    def memory(self, device: torch.device, size: int) -> Tensor:
+        """A workspace of at least ``size`` bytes for launches on the current stream."""
+        key = device.index, stream(device)
+        there, found = self.tensors.get(key, (-1, None))
+        if found is None or there < size:
+            found = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+            if size <= tuning.CACHED_WORKSPACE_MAX_BYTES:
+                self.tensors[key] = size, found
+        return found
+
+
+WORKSPACES = WorkspaceCache()
 
 
 class Kernel(NamedTuple):

@@ -211,7 +211,7 @@ class Reference:
                 sums.append(x.sum())
         for some in by_shape.values():
             sums.append((torch.cat(some) if some[0].dim() else torch.stack(some)).sum())
-        return all(isfinite(x.tolist()) for x in sums)
+        return all(isfinite(x.item()) for x in sums)
 
     # Checks --------------------------------------------------------------------------------------
 

@@ -38,6 +38,9 @@ SPLIT_MIN_ROWS = 64
 CUDA_MIN_PRODUCTS = 1 << 22
 """The fewest products for which the CUDA kernels, and copying operands for them, pay."""
 
+PAIRS_MIN_K = 128
+"""The fewest k for which bfloat16 operands are multiplied in pairs."""
+
 SPLIT_PRODUCT_MIN_PRODUCTS, SPLIT_PRODUCT_MIN_COLUMNS = 1 << 30, 256
 """The fewest products, and columns of the second matrix, for which float32 is split into bfloat16
 parts. On an H200, in µs, for batches of m × k and k × n: 32 of 1,024 × 64 and 64 × 1,024: 67, and

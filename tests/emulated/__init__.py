@@ -17,7 +17,7 @@ import torch
 from backends import CPU, use
 from torch import Tensor
 
-from gradtrace.kernels import Cuda, Reference, cuda_contraction, cuda_launch
+from gradtrace.kernels import Cuda, Reference, cuda_contraction, cuda_launch, cuda_pair_contraction
 
 HEADER = Path(__file__).with_name("device.h")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
@@ -128,6 +128,7 @@ class Emulator:
         self.backwards, self.room = False, 1 << 40
         patch.setattr(cuda_launch, "serves", serves)
         patch.setattr(cuda_launch, "kernel", kernel)
+        patch.setattr(cuda_pair_contraction, "available", lambda device: True)
         patch.setattr(cuda_launch, "processors", lambda device: PROCESSORS)
         patch.setattr(cuda_launch, "stream", lambda device: 0)
         patch.setattr(cuda_launch, "available_bytes", lambda device: self.room)
@@ -135,6 +136,7 @@ class Emulator:
         patch.setattr(cuda_contraction, "triton", lambda: False)
         cuda_contraction.ready.cache_clear()
         cuda_contraction._ready.cache_clear()
+        cuda_pair_contraction.prepared.cache_clear()
         use(patch, EmulatedGpu(CPU))
 
 

@@ -32,6 +32,12 @@ struct float4 {
 struct int4 {
   int x, y, z, w;
 };
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 static dim3 threadIdx, blockIdx, blockDim, gridDim;
