@@ -145,30 +145,31 @@ def failure(call: Callable[[], object]) -> str:
     return "nothing went wrong"
 
 
-CALLS: list[int] = []
-TROUBLE: list[tuple[int, int, Callable[[], None]]] = []
-"""What happens: on this rank, in the n-th batch of its own, that."""
+TROUBLE: dict[str, Any] = {"calls": 0, "what": None}
+"""How often the loss was called, and what happens: on a rank, in the n-th batch of its own,
+something. The loss changes this, so that a journal leaves it out.
+"""
 
 
 def troubled(net: nn.Module, batch: Batch) -> Tensor:
     """A loss with accidents; without them it is the same loss, for a journal too."""
-    CALLS.append(1)
-    for rank, number, act in TROUBLE:
-        if dist.get_rank() == rank and number in (0, len(CALLS)):
+    TROUBLE["calls"] += 1
+    if TROUBLE["what"] is not None:
+        rank, number, act = TROUBLE["what"]
+        if dist.get_rank() == rank and number in (0, TROUBLE["calls"]):
             act()
     return losses(net, batch)
 
 
 def at(rank: int, number: int, act: Callable[[], None]) -> Callable[[nn.Module, Batch], Tensor]:
     """A loss that does something in the n-th batch of a rank; 0 is every batch."""
-    CALLS.clear()
-    TROUBLE[:] = [(rank, number, act)]
+    TROUBLE.update(calls=0, what=(rank, number, act))
     return troubled
 
 
 def calm() -> Callable[[nn.Module, Batch], Tensor]:
     """The same loss without accidents."""
-    TROUBLE.clear()
+    TROUBLE["what"] = None
     return troubled
 
 

@@ -501,8 +501,9 @@ def test_index_finds_injectivity_once() -> None:
 
     m = Index(move, (3,), (3,))
     assert m.single_target
+    before = len(calls)
     assert m.single_target
-    assert len(calls) == 1
+    assert len(calls) == before > 0
 
 
 # Row by row --------------------------------------------------------------------------------------

@@ -225,10 +225,10 @@ def test_a_rank_that_is_killed_fails_the_others(groups: dict[str, Ended], world:
         assert "what was counted is kept beside" in message
     assert (ended.folder / f"killed.gradtrace.rank{dead}").exists()
     file = ended.folder / "killed.gradtrace"
-    ranks.CALLS.clear()
+    ranks.TROUBLE["calls"] = 0
     table = gt.influence(ranks.model(), ranks.calm(), ranks.loader(2), checkpoint=file)
     assert table.to_dict() == alone("greedy", 2)
-    assert len(ranks.CALLS) < 11
+    assert ranks.TROUBLE["calls"] < 11
     assert [path.name for path in ended.folder.glob("*.gradtrace*")] == ["killed.gradtrace"]
 
 

@@ -287,8 +287,8 @@ def ready(
     """Prepare the contraction of a part, with sizes ``shape``, of a result with sizes ``whole``.
     ``requested``: whether values, indices and provenance ids are requested.
     """
-    (a, b, ids), (batches, m, n) = layouts, shape
-    value, searched = requested[0], requested[1] or requested[2]
+    (a, b, ids), (value, index, marked) = layouts, requested
+    searched = index or marked
     how = contraction_plan(
         shape, k, (a.near, b.near), (value, searched), cuda_launch.processors(device)
     )
@@ -300,6 +300,20 @@ def ready(
     ):
         strides = a.steps or NO_STEPS, b.steps or NO_STEPS, ids.steps or NO_STEPS
         return cuda_pair_contraction.prepared(device, whole, shape, k, strides, of_b)
+    return _in_float32(device, whole, shape, k, layouts, of_b, how, (value, searched))
+
+
+def _in_float32(
+    device: torch.device,
+    whole: tuple[int, int, int],
+    shape: tuple[int, int, int],
+    k: int,
+    layouts: tuple[OperandLayout, OperandLayout, OperandLayout],
+    of_b: bool,
+    how: ContractionPlan,
+    requested: tuple[bool, bool],
+) -> PreparedLaunch:
+    (a, b, ids), (batches, m, n), (value, searched) = layouts, shape, requested
     padded, tile = how.plan.padded, (how.plan.block, how.plan.rows, how.plan.columns)
     block, rows, columns = (f"{name} {size}" for name, size in zip(("KB", "BM", "BN"), tile))
     defines = (block, rows, columns, "INDEX") if searched else (block, rows, columns)

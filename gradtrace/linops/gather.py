@@ -111,7 +111,7 @@ class Index(Gather):
         numbers = torch.arange(1, self.inputs + 1, device=device).reshape(self.in_shape)
         return self.move(numbers).reshape(self.out_shape) - 1
 
-    def _view(self, device: torch.device) -> Tensor | None:
+    def _view(self, device: torch.device | None) -> Tensor | None:
         """A view of a contiguous tensor, whose strides say where elements are moved from; None if
         they are copied.
         """
@@ -148,7 +148,7 @@ class Index(Gather):
     def _is_injective(self) -> bool:
         if not self.fills and self.outputs > self.inputs:
             return False
-        moved = self._view(torch.device("cpu"))
+        moved = self._view(None)
         if moved is not None and is_dense(moved):
             return True
         source = self.source().reshape(-1)
