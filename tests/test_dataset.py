@@ -180,6 +180,12 @@ def test_another_question_does_not_go_on_in_the_same_file(tmp_path: Path) -> Non
         gt.influence(net, losses, batches(1), checkpoint=file, rule="viterbi")
     with pytest.raises(GradtraceError, match="another components"):
         gt.influence(net, losses, batches(1), checkpoint=file, components=["left"])
+    with pytest.raises(GradtraceError, match="another coverage"):
+        gt.influence(net, losses, batches(), checkpoint=file, coverage=False)
+    other = tmp_path / "other.gradtrace"
+    gt.influence(net, losses, batches(1), checkpoint=other, coverage=False)
+    with pytest.raises(GradtraceError, match="another coverage"):
+        gt.influence(net, losses, batches(), checkpoint=other)
 
 
 # Errors ------------------------------------------------------------------------------------------

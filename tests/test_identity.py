@@ -741,6 +741,18 @@ class Selfish:
         self.me, self.value = self, value
 
 
+class Image:
+    """As that of PIL: NumPy reads it, and its core cannot be pickled."""
+
+    def __init__(self, value: int) -> None:
+        self.core = (np.full((2, 3), value) for _ in range(1))
+        self.pixels = lambda: np.full((2, 3), value)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {**self.pixels().__array_interface__, "data": self.pixels().tobytes()}
+
+
 def changed(x: Tensor, at: int) -> Tensor:
     y = x.clone()
     y.view(-1)[at] = 1 if y.dtype is torch.bool else y.view(-1)[at] + 1
@@ -766,6 +778,9 @@ DIFFER: list[tuple[Any, Any]] = [
     ({1, 2}, {1, 3}),
     (np.zeros(5), np.ones(5)),
     (np.array(["a", None]), np.array(["b", None])),
+    (np.ma.masked_equal([1, 2], 1), np.ma.masked_equal([1, 2], 2)),
+    (Image(1), Image(2)),
+    ([Image(1)], [Image(2)]),
     (Pair(X, 1), Pair(X, 2)),
     (Record(X, "a"), Record(changed(X, 3), "a")),
     (Slotted(1), Slotted(2)),

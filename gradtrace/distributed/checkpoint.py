@@ -184,10 +184,10 @@ class CheckpointFiles:
             return PartialResult()
         meta = container.read(path, self.kind, schemas.JOURNALS[self.kind]).meta
         if meta["settings"] != self.settings:
-            changed = [k for k in self.settings if meta["settings"].get(k) != self.settings[k]]
+            mine, theirs = self.settings, meta["settings"]
+            changed = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]
             raise GradtraceError(
-                f"{path} was made with another {' and '.join(changed) or 'setting'}; "
-                f"{START_OVER_HINT}"
+                f"{path} was made with another {' and '.join(changed)}; {START_OVER_HINT}"
             )
         if not {"identity", "digest"} <= meta.keys():
             raise GradtraceError(

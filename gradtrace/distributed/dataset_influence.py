@@ -132,6 +132,7 @@ def influence(
         "rule": rule,
         "granularity": granularity,
         **_elements(of, index, sample, seed),
+        **({} if coverage else {"coverage": False}),
     }
 
     def measure(watched: watch, loss: Tensor, number: int) -> Influence:

@@ -132,6 +132,8 @@ def _add(into: Any, item: Any, seen: dict[int, Any]) -> None:
     elif isinstance(item, np.ndarray) and item.dtype != object:
         into.update(f"{item.dtype.str}{item.shape}".encode())
         into.update(np.ascontiguousarray(item).tobytes())
+        if isinstance(item, np.ma.MaskedArray):
+            into.update(np.ma.getmaskarray(item).tobytes())
     elif id(item) in seen:
         into.update(b"again")
     else:
@@ -160,12 +162,20 @@ def _add_inside(into: Any, item: Any, seen: dict[int, Any]) -> None:
     elif isinstance(item, enum.Enum):
         into.update(item.name.encode())
     elif held := attributes(item):
+        _add_array(into, item)
         _add(into, held, seen)
     else:
+        _add_array(into, item)
         try:
             into.update(pickle.dumps(item, 4))
         except Exception:  # what cannot be pickled is identified by its class alone
             return
+
+
+def _add_array(into: Any, item: Any) -> None:
+    """The content of what NumPy can read but pickle cannot, as of an image of PIL."""
+    if hasattr(type(item), "__array_interface__"):
+        _add(into, np.array(item, subok=False), {})
 
 
 def attributes(item: Any) -> dict[str, Any]:
