@@ -107,6 +107,16 @@ def _shares(item: pytest.Item) -> bool:
     )
 
 
+ONEDNN = torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
+
+
+def pytest_runtest_teardown() -> None:
+    """PyTorch turns oneDNN off for good at the first product of bfloat16 matrices on a processor
+    of Arm without bfloat16; other tests compare what is computed with it.
+    """
+    torch._C._set_mkldnn_enabled(ONEDNN)  # type: ignore[attr-defined]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How many processes run tests (`forks`)."""
     parser.addoption("--forks", type=int, default=0, help="processes, copied after collection")
