@@ -108,13 +108,14 @@ def _shares(item: pytest.Item) -> bool:
 
 
 ONEDNN = torch._C._get_mkldnn_enabled()  # type: ignore[attr-defined]
+set_onednn = torch._C._set_mkldnn_enabled  # type: ignore[attr-defined] # some tests take it away
 
 
 def pytest_runtest_teardown() -> None:
     """PyTorch turns oneDNN off for good at the first product of bfloat16 matrices on a processor
     of Arm without bfloat16; other tests compare what is computed with it.
     """
-    torch._C._set_mkldnn_enabled(ONEDNN)  # type: ignore[attr-defined]
+    set_onednn(ONEDNN)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
