@@ -440,7 +440,13 @@ def _named(
                 f"leaf {labels[id(leaf)]} is complex; a path needs real numbers. Use its real and "
                 "imaginary parts as leaves: torch.view_as_complex(parts)"
             )
-    aliases = {other: labels[key] for key, names in known.items() for other in names[1:]}
+    taken = set(labels.values())  # by others, where a tied module was replaced
+    aliases = {
+        other: labels[key]
+        for key, names in known.items()
+        for other in names[1:]
+        if other not in taken
+    }
     return {name: results[key] for key, name in labels.items() if key in results}, aliases
 
 

@@ -41,7 +41,8 @@ from gradtrace.pytorch import composed_lstm
 from gradtrace.pytorch.composed_checkpoints import COMPOSED_CHECKPOINTS
 from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.pytorch.global_switches import COMPOSED, eager
-from gradtrace.pytorch.module_calls import Listener, listen, same_in_copies
+from gradtrace.pytorch.module_calls import Listener
+from gradtrace.pytorch.module_tree import ModuleTree
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.opened import checked, opened
 from gradtrace.pytorch.wrapped_modules import (
@@ -122,8 +123,8 @@ class watch(Session, Listener):
             self._record = ForwardRecord(room=room, everywhere=bool(diagnose))
         self._hooks = HookWatch()
         self._stop_listening: Callable[[], None] | None = None
-        self._modules: dict[int, nn.Module] = {}  # by id
-        self._names: dict[int, str] = {}  # by id, and by ``same_in_copies``
+        self._tree = ModuleTree(model)
+        self._named: dict[int, tuple[str, ...]] = {}  # leaves by the model's names, by id
         self._calls: dict[str, int] = {}
         self._lock = threading.RLock()
         self._here = _ThreadState()
@@ -165,10 +166,8 @@ class watch(Session, Listener):
 
     def _attach(self) -> Callable[[], None]:
         """Name the parameters, and listen to every module call; returns a function to stop."""
-        self.name_leaves()
-        for name, module in named_modules(self.model):
-            self._know(module, name)
-        return listen(self, self._modules.values())
+        self._rename_leaves()
+        return self._tree.listen(self)
 
     def name_leaves(self) -> None:
         """Name the parameters that the model has now; inside ``torch.func.functional_call`` they
@@ -178,15 +177,21 @@ class watch(Session, Listener):
             if parameter.is_leaf:
                 self.name_table.name(parameter, name)
 
-    def _know(self, module: nn.Module, name: str) -> None:
-        """Set the name of a module, if it has none so far."""
-        self._modules.setdefault(id(module), module)
-        for key in (id(module), same_in_copies(module)):
-            self._names.setdefault(key, name)
+    def _rename_leaves(self) -> None:
+        """Name the parameters that the model has now as it names them now, and in its order."""
+        if self.name_table.sharded is not None:
+            self.name_leaves()
+            return
+        leaves = ((name, p) for name, p in named_parameters(self.model) if p.is_leaf)
+        self._named |= self.name_table.rename(leaves, self._named)
 
-    def _name(self, module: nn.Module) -> str:
-        found = self._names.get(id(module))
-        return self._names[same_in_copies(module)] if found is None else found
+    def _follow(self, module: nn.Module | None) -> None:
+        """Look whether submodules were replaced: of a module that is called, or of all."""
+        tree = self._tree
+        if tree.has_moved_anywhere() if module is None else tree.has_moved(module):
+            with self._lock:
+                tree.follow()
+                self._rename_leaves()
 
     def __exit__(self, *_: object) -> None:
         self._close()
@@ -208,21 +213,39 @@ class watch(Session, Listener):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
         """A module is called: nodes created by this thread from now on belong to it."""
-        here = self._here
         if self._stop_listening is None or not self._is_recording():
             return None
+        self._prepare(module, args, kwargs)
+        return self._begin(module, self._next_call(self._tree.name(module)))
+
+    def resume(
+        self, entered: Noted | None, module: nn.Module, args: Any, kwargs: Any
+    ) -> Noted | None:
+        """A call goes on that had paused: nodes belong to it again."""
+        if entered is None or self._stop_listening is None or not self._is_recording():
+            return None
+        self._prepare(module, args, kwargs)
+        return self._begin(module, entered.place)
+
+    def _prepare(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at the leaves of a call that begins, or at its inputs on another thread."""
+        here = self._here
         if threading.get_ident() == self._thread:
             if not here.stack:
                 self.name_table.forget()
-            for each in (module,) if here.stack else tuple(self._modules.values()):
+            self._follow(module if here.stack else None)
+            for each in (module,) if here.stack else tuple(self._tree.modules.values()):
                 self._name_parameters(each)
         elif here.away is None:
             here.away, self.name_table.away = ThreadCall(), True
             for tensor in tensors_in((args, kwargs)):
                 annotate(tensor, here.away, GIVEN)
+
+    def _begin(self, module: nn.Module, place: ModuleCall) -> Noted:
+        here = self._here
         notes = self.name_table if here.away is None else here.away
-        noted = Noted(here, self._next_call(self._name(module)))
-        self._repeated |= not here.stack and noted.place.call > 0
+        noted = Noted(here, place)
+        self._repeated |= not here.stack and place.call > 0
         here.stack.append(noted)
         notes.enter(next_sequence(), noted.place)
         if self.composed and isinstance(module, nn.LSTM):
@@ -241,6 +264,8 @@ class watch(Session, Listener):
         return ModuleCall(name, call)
 
     def _names_for(self, loss: Tensor) -> NameTable:
+        if self.name_table.sharded is None and self._tree.has_moved_anywhere():
+            self.name_leaves()  # what was put into tables of modules by hand, in the last call
         made = isinstance(loss, Tensor) and maker_of(loss) is not None
         if made and self._repeated and not self.name_table.away:
             return self.name_table.of_loss(loss)
@@ -251,7 +276,7 @@ class watch(Session, Listener):
         known = self.name_table.leaves
         for key, tensor in module._parameters.items():
             if isinstance(tensor, Tensor) and id(tensor) not in known and tensor.is_leaf:
-                self.name_table.name(tensor, join(self._name(module), key))
+                self.name_table.name(tensor, join(self._tree.name(module), key))
 
     def _name_gathered(self) -> None:
         """Name the parameters that units had in their forward passes, in the model's order."""

@@ -156,6 +156,23 @@ class NameTable(CallRanges):
         if name not in names:
             names.append(name)
 
+    def rename(
+        self, leaves: Iterable[tuple[str, Tensor]], before: Mapping[int, tuple[str, ...]]
+    ) -> dict[int, tuple[str, ...]]:
+        """Give leaves the names of a model, in its order, in place of those that it gave them
+        ``before``, by id; returns what it gives them now. Other leaves keep their names.
+        """
+        now: dict[int, tuple[str, ...]] = {}
+        for name, leaf in leaves:
+            now[id(leaf)] = (*now.get(id(leaf), ()), name)
+            self.name(leaf, name)
+        for key, given in now.items():
+            names, old = self.leaves[key][1], set(before.get(key, ())).difference(given)
+            names[:] = [name for name in names if name not in old]
+        inputs = [key for key in self.leaves if key not in now and key not in before]
+        self.leaves = {key: self.leaves[key] for key in (*inputs, *now, *self.leaves)}
+        return now
+
     def names_of(self, leaf: Tensor) -> tuple[str, ...]:
         """All the names of a leaf (tied weights have several), or none."""
         found = self.leaves.get(id(leaf))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+
+from gradtrace.pytorch.paused_calls import PAUSING, told
 
 Forward: TypeAlias = Callable[..., Any]
 
@@ -37,6 +39,12 @@ class Listener:
     def around(self, module: nn.Module, forward: Forward) -> Forward:
         """The function to run instead of the module's ``forward``."""
         return forward
+
+    def resume(self, entered: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Called on the calling thread when a call goes on that has ended for ``leave``: it has
+        returned a generator or a coroutine. What this returns is for ``leave``, when it pauses;
+        None if that need not be called.
+        """
 
 
 LISTENERS: dict[int, tuple[Listener, ...]] = {}  # by id of the module, and of its table of hooks
@@ -135,11 +143,41 @@ def run_stage(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: An
             for listener in listeners:
                 run = listener.around(module, run)
         result = run(*args, **kwargs)
+        if begins and type(result) in PAUSING:
+            result = pausing(result, module, notified, args, kwargs)
         return result
     finally:
         calls.pop()
         for listener, entered in reversed(notified):
             listener.leave(entered, result)
+
+
+def pausing(
+    result: Any, module: nn.Module, notified: Sequence[tuple[Listener, Any]], args: Any, kwargs: Any
+) -> Any:
+    """A generator or coroutine that a call has returned, so that its listeners are told when it
+    goes on. One that the call was given is the caller's.
+    """
+    if any(result is each for each in (*args, *kwargs.values())):
+        return result
+    before = tuple(notified)
+
+    def step(advance: Callable[..., Any], *given: Any) -> Any:
+        calls, resumed, found = STACK.calls, [], None
+        calls.append((module, FORWARD))
+        try:
+            for listener, entered in before:
+                token = listener.resume(entered, module, args, kwargs)
+                if token is not None:
+                    resumed.append((listener, token))
+            found = advance(*given)
+            return found
+        finally:
+            calls.pop()
+            for listener, token in reversed(resumed):
+                listener.leave(token, found)
+
+    return told(result, step)
 
 
 class CallEvent:

@@ -22,8 +22,10 @@ from gradtrace.pytorch.call_listeners import (
     is_compiling,
     listeners_of,
     needs_nothing,
+    pausing,
     run_stage,
 )
+from gradtrace.pytorch.paused_calls import PAUSING
 
 _CALL = nn.Module.__call__
 MISSING = object()
@@ -127,6 +129,8 @@ class Patch:
             calls.append((self, FORWARD))
             try:
                 result = forward(self, *args, **kwargs)
+                if type(result) in PAUSING:
+                    result = pausing(result, self, ((listener, entered),), args, kwargs)
                 return result
             finally:
                 calls.pop()

@@ -37,43 +37,81 @@ from gradtrace.pytorch.call_listeners import (
 )
 from gradtrace.pytorch.call_patches import PATCHES, Patch
 
-__all__ = ["Forward", "Listener", "listen", "listen_to_all", "listeners_of", "same_in_copies"]
+__all__ = [
+    "Forward",
+    "Listener",
+    "Listening",
+    "listen",
+    "listen_to_all",
+    "listeners_of",
+    "same_in_copies",
+]
 
 _LOCK = threading.RLock()
 
 
-def listen(listener: Listener, modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Notify ``listener`` of every call of these modules, until the returned function is called."""
-    return _Registration(listener, list(modules)).close
+def listen(listener: Listener, modules: Iterable[nn.Module]) -> Listening:
+    """Notify ``listener`` of every call of these modules, until what is returned is called."""
+    found = Listening(listener)
+    found.extend(modules)
+    return found
 
 
 def listen_to_all(listener: Listener) -> Callable[[], None]:
     """Notify ``listener`` of every call of any module, until the returned function is called."""
-    return _Registration(listener, None).close
+    found = Listening(listener)
+    found.extend_to_all()
+    return found
 
 
-class _Registration:
-    """The only registration of a listener, with its modules (None: all), which are kept alive."""
+class Listening:
+    """The only registration of a listener, with its modules, which are kept alive. To call it ends
+    it.
+    """
 
-    def __init__(self, listener: Listener, modules: list[nn.Module] | None) -> None:
+    def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self.modules = {id(module): module for module in modules or ()}
+        self.modules: dict[int, nn.Module] = {}
+        self.keys: dict[int, object] = {}  # kept alive, as ids are
         self.classes: dict[type, None] = {}
         self.bound: list[_Exchange] = []
-        tables = [(module, shared_table(module)) for module in self.modules.values()]
-        self.keys = {id(each): each for pair in tables for each in pair}  # kept alive, as ids are
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether the listener is told of calls of this very module."""
+        return id(module) in self.modules
+
+    def extend(self, modules: Iterable[nn.Module]) -> None:
+        """Notify the listener of calls of these modules, too. Those that are known already may be
+        of other classes now.
+        """
+        given = list(modules)
         with _LOCK:
             try:
-                self.patch(_subclasses() if modules is None else self._kinds())
+                self.patch(kind for module in given for kind in _kinds(module))
             except BaseException:
-                self.close()
+                self()
                 raise
-            for key in self.keys:
-                set_listeners(key, (*LISTENERS.get(key, ()), listener))
-            if modules is None:
-                call_listeners.FOR_ALL = (*call_listeners.FOR_ALL, self)
-            for holder in self.modules.values():
-                self.bound += exchanges(holder)
+            for module in given:
+                if id(module) not in self.modules:
+                    self._add(module)
+
+    def _add(self, module: nn.Module) -> None:
+        self.modules[id(module)] = module
+        for each in (module, shared_table(module)):
+            if id(each) not in self.keys:
+                self.keys[id(each)] = each
+                set_listeners(id(each), (*LISTENERS.get(id(each), ()), self.listener))
+        self.bound += exchanges(module)
+
+    def extend_to_all(self) -> None:
+        """Notify the listener of calls of any module."""
+        with _LOCK:
+            try:
+                self.patch(_subclasses())
+            except BaseException:
+                self()
+                raise
+            call_listeners.FOR_ALL = (*call_listeners.FOR_ALL, self)
 
     def patch(self, kinds: Iterable[type]) -> None:
         """Patch these classes, once each."""
@@ -83,16 +121,7 @@ class _Registration:
                     PATCHES.setdefault(kind, Patch(kind)).acquire()
                     self.classes[kind] = None
 
-    def _kinds(self) -> Iterator[type]:
-        """The classes of the modules, and those that lazy modules will have."""
-        for module in self.modules.values():
-            kind = type(module)
-            yield kind
-            later = getattr(kind, "cls_to_become", None)  # a lazy module's class after a call
-            if isinstance(later, type):
-                yield later
-
-    def close(self) -> None:
+    def __call__(self) -> None:
         """Unregister the listener."""
         with _LOCK:
             for key in self.keys:
@@ -105,6 +134,15 @@ class _Registration:
             self.modules, self.keys = {}, {}
             while self.classes:
                 PATCHES[self.classes.popitem()[0]].release()
+
+
+def _kinds(module: nn.Module) -> Iterator[type]:
+    """The class of a module, and that which a lazy module will have."""
+    kind = type(module)
+    yield kind
+    later = getattr(kind, "cls_to_become", None)  # a lazy module's class after a call
+    if isinstance(later, type):
+        yield later
 
 
 def _subclasses() -> list[type]:

@@ -34,8 +34,8 @@ class Discovery(watch):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
         """Called when a module's forward pass begins; registers a new module."""
-        if id(module) not in self._modules:
-            self._know(module, str(len(self._modules)))
+        if id(module) not in self._tree.modules:
+            self._tree.know(module, str(len(self._tree.modules)))
         return super().enter(module, args, kwargs)
 
     def _name_parameters(self, module: nn.Module) -> None:
@@ -66,7 +66,7 @@ class Discovery(watch):
         named by their class; if only one outermost module has parameters, it is taken as the model.
         Calls are counted from the first one that ``loss`` depends on.
         """
-        seen = [unwrapped(module) for module in self._modules.values()]
+        seen = [unwrapped(module) for module in self._tree.modules.values()]
         self._tops = roots = dict(self._roots(seen, model, known or {}))
         self.model = roots.get("", self.model)  # heads and layers are found from its modules
         names: dict[nn.Module, str] = {}
@@ -80,7 +80,7 @@ class Discovery(watch):
             if key not in table.leaves:
                 table.name(tensor, join(names[unwrapped(module)], last))
         self._kinds = {name: type(module).__name__ for module, name in names.items()}
-        numbers = [self._names[key] for key in self._modules]
+        numbers = [self._tree.name(module) for module in self._tree.modules.values()]
         final = dict(zip(numbers, (names[m] for m in seen)))
         graph = isinstance(loss, Tensor) and nodes.maker_of(loss) is not None
         earliest = 0 if self._record is not None and not graph else first_number(loss)

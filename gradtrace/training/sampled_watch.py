@@ -11,6 +11,7 @@ from torch import nn
 
 from gradtrace.autodiff.pass_scope import of_training
 from gradtrace.kernels import backend_of
+from gradtrace.pytorch.paused_calls import PAUSING
 from gradtrace.pytorch.wrapped_modules import unwrapped
 from gradtrace.training.forward_keeper import Watcher
 from gradtrace.training.tuning import MAX_NOTED_CALLS
@@ -56,10 +57,13 @@ class SampledWatch(Watcher):
         return True
 
     def leave(self, entered: bool, result: Any) -> None:
-        """Called when a forward pass ends."""
+        """Called when a forward pass ends. If it is a generator or a coroutine, it has yet to run,
+        and the watch stays open until ``take``.
+        """
         if entered and self._depth:  # unless taken meanwhile
             self._depth -= 1
-            if not self._depth:
+            self._explicit |= type(result) in PAUSING
+            if not self._depth and not self._explicit:
                 with self._timed():
                     self._close()
 
