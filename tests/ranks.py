@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,6 +48,32 @@ class Model(nn.Module):
 def model(seed: int = 4) -> Model:
     torch.manual_seed(seed)
     return Model()
+
+
+class Noisy(Model):
+    """Draws from the generators of PyTorch, Python, NumPy, and from its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.3) + 0.1 * torch.randn(x.shape, generator=self.generator)
+        return super().forward(x * random.random() + float(numpy.random.rand()))
+
+
+def noisy(seed: int = 0) -> Noisy:
+    """The same weights; what is drawn from then on depends on the seed."""
+    torch.manual_seed(4)
+    net = Noisy()
+    seed_all(seed)
+    return net
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
 
 
 def data() -> TensorDataset:
@@ -100,6 +128,7 @@ SAME: dict[str, Callable[[], Influence]] = {
     "viterbi": lambda: gt.influence(model(), losses, loader(3), rule="viterbi", weight="gradient"),
     "operators": lambda: gt.influence(model(), mean, list(loader(5)), components="operators"),
     "shuffled": lambda: gt.influence(model(), mean, shuffled(7)),
+    "random": lambda: gt.influence(noisy(), losses, loader(2)),
     "one batch": lambda: gt.influence(model(), losses, loader(SIZE)),
     "a generator": lambda: gt.influence(model(), losses, (batch for batch in loader(8))),
     "loaded by workers": lambda: gt.influence(
@@ -226,6 +255,12 @@ def stopped(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]
         dist.barrier()
         yield f"resumed {who}", gt.influence(model(), calm(), loader(2), checkpoint=file).to_dict()
     yield "at once", failure(lambda: gt.influence(model(), at(rank, 0, ctrl_c), loader()))
+    file = folder / "random.gradtrace"
+    first = gt.influence(noisy(rank), at(1, 3, ctrl_c), loader(2), checkpoint=file)
+    yield "stopped at random", first.to_dict()
+    dist.barrier()
+    again = gt.influence(noisy(7 + rank), calm(), loader(2), checkpoint=file)
+    yield "resumed at random", again.to_dict()
 
 
 def wrappers(rank: int, world: int, folder: Path) -> Iterator[tuple[str, object]]:

@@ -205,6 +205,13 @@ def test_ctrl_c_on_one_rank_stops_all(two: Ended, who: int) -> None:
     assert two.each("stopped", f"resumed {who}") == [alone("greedy", 2)] * 2
 
 
+def test_a_resumed_run_draws_what_an_uninterrupted_one_does(two: Ended) -> None:
+    """Rank 0's generators count, those at the beginning of the first run."""
+    first, second = two.each("stopped", "stopped at random")
+    assert first == second and first["interrupted"] and 0 < first["pairs"] < ranks.SIZE
+    assert two.each("stopped", "resumed at random") == [alone("random")] * 2
+
+
 def test_ctrl_c_before_anything_was_counted(two: Ended) -> None:
     assert two.each("stopped", "at once") == ["KeyboardInterrupt: "] * 2
     assert "losses of 2 ranks counted" in two.printed[0]

@@ -44,10 +44,13 @@ SHARED = ""
 
 @dataclass(frozen=True)
 class PartialResult:
-    """A table, and the batches it covers: by loader and by the name of the batch."""
+    """A table, and the batches it covers: by loader and by the name of the batch. ``draws`` is what
+    the random numbers of its losses follow from (``random_draws``), empty if nothing was counted.
+    """
 
     table: Result | None = None
     batches: Mapping[tuple[str, str], BatchEntry] = field(default_factory=dict)
+    draws: str = ""
 
     def of(self, loader: str) -> dict[str, BatchEntry]:
         """The batches of one loader."""
@@ -62,7 +65,7 @@ class PartialResult:
         """The sum of two results that have no batch in common."""
         tables: list[Any] = [each.table for each in (self, other) if each.table is not None]
         table = tables[0].merge(*tables[1:]) if tables else None
-        return PartialResult(table, {**self.batches, **other.batches})
+        return PartialResult(table, {**self.batches, **other.batches}, self.draws or other.draws)
 
     def covers(self, other: PartialResult) -> bool:
         """Whether this result contains every batch of the other."""
@@ -75,7 +78,8 @@ class PartialResult:
             words.setdefault(loader, []).append(f"{entry.number:x}:{name}:{entry.content}")
         table = self.table
         tables = {k: table.to_dict() for k, kind in KINDS.items() if isinstance(table, kind)}
-        return {**tables, "batches": {loader: " ".join(some) for loader, some in words.items()}}
+        found = {loader: " ".join(some) for loader, some in words.items()}
+        return {**tables, "batches": found, "draws": self.draws}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PartialResult:
@@ -86,7 +90,7 @@ class PartialResult:
             for word in text.split():
                 number, name, content = word.split(":")
                 found[loader, name] = BatchEntry(int(number, 16), content)
-        return cls(tables[0] if tables else None, found)
+        return cls(tables[0] if tables else None, found, data["draws"])
 
 
 class CheckpointFiles:
@@ -189,10 +193,10 @@ class CheckpointFiles:
             raise GradtraceError(
                 f"{path} was made with another {' and '.join(changed)}; {START_OVER_HINT}"
             )
-        if not {"identity", "digest"} <= meta.keys():
+        if not {"identity", "digest", "draws"} <= meta.keys():
             raise GradtraceError(
-                f"{path} was written by an older gradtrace, which did not note its model and its "
-                f"data; {START_OVER_HINT}"
+                f"{path} was written by an older gradtrace, which did not note its model, its data "
+                f"and its random numbers; {START_OVER_HINT}"
             )
         if meta.pop("digest") != container.digest(meta):
             raise GradtraceError(
@@ -232,6 +236,11 @@ def _disjoint_join(first: PartialResult, second: PartialResult) -> PartialResult
     if not first.batches.keys().isdisjoint(second.batches):
         raise GradtraceError(
             f"files of this checkpoint count the same batches twice; {START_OVER_HINT}"
+        )
+    if first.draws and second.draws and first.draws != second.draws:
+        raise GradtraceError(
+            "files of this checkpoint are of several runs, whose random numbers were others; "
+            f"{START_OVER_HINT}"
         )
     return first.join(second)
 

@@ -26,6 +26,7 @@ from gradtrace.distributed.checkpoint import (
 )
 from gradtrace.distributed.identity import RunIdentity, identity
 from gradtrace.distributed.process_group import ProcessGroup, joined
+from gradtrace.distributed.random_draws import RandomDraws
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.measures.measures import positive
@@ -94,6 +95,7 @@ def influence(
     Args:
         model: The model; it, its mode and its gradients are not changed. Random generators are put
             back, too: what is drawn here (dropout, shuffling) does not change what is drawn after.
+            Each batch has random numbers of its own, whichever run or rank counts it.
         loss_fn: ``loss_fn(model, batch)`` returns one loss, or a vector with a loss for each
             sample.
         loader: Batches.
@@ -240,6 +242,7 @@ class InfluenceRun:
     rest: PartialResult = NOTHING  # from files that belong to no rank of this run; on rank 0
     done: PartialResult = NOTHING  # the batches of all files, without the table
     part: batches.Batches | None = None
+    random: RandomDraws | None = None
     number: int = 0
 
     @property
@@ -258,10 +261,13 @@ class InfluenceRun:
         if self.files.path is not None:
             found, self.files.names = identity(model, loss_fn)
             said["identity"] = asdict(found)
+        self.random = RandomDraws(model, loss_fn)
+        said["draws"] = self.random.start()
         agreed = self.ranks.meet(said, self._agreed)
         if "identity" in agreed:
             self.files.identity = RunIdentity(**agreed["identity"])
-        plan = self.ranks.meet({"counted": self.files.read().to_dict()}, self._plan)
+        counted = self.files.read().to_dict()
+        plan = self.ranks.meet({"counted": counted, "draws": agreed["draws"]}, self._plan)
         self.mine = PartialResult.from_dict(plan["owns"][self.ranks.rank])
         self.done = PartialResult.from_dict(plan["done"])
 
@@ -278,9 +284,10 @@ class InfluenceRun:
             done = done.join(each)
         world = self.ranks.world
         check_loaders(done, [f"{k}/{world}" for k in range(world)] if self.own else [SHARED])
+        draws = done.draws or said[0]["draws"]
         return {
-            "owns": [each.to_dict() for each in left],
-            "done": PartialResult(None, done.batches).to_dict(),
+            "owns": [replace(each, draws=draws).to_dict() for each in left],
+            "done": PartialResult(None, done.batches, draws).to_dict(),
         }
 
     def count(
@@ -288,6 +295,7 @@ class InfluenceRun:
     ) -> None:
         """Trace the batches of this rank, until all are done or the ranks are halted."""
         own, rank, world = self.own, self.ranks.rank, self.ranks.world
+        assert self.random is not None
         journal = None
         if self.files.path is not None:
             journal = batches.Journaled(str(self.files.path), self.done.of(self.loader))
@@ -304,7 +312,8 @@ class InfluenceRun:
                         return
                     self.number = batch.number
                     if not batch.counted:
-                        part = trace(batch.data, batch.number)
+                        with self.random.of_batch(self.done.draws, self.loader, batch.number):
+                            part = trace(batch.data, batch.number)
                         self.mine = self.mine.add(self.loader, batch, part)
                         self.files.keep(self.mine)
                     step()

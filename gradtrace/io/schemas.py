@@ -373,12 +373,12 @@ def _journal(kind: str, table: Schema) -> Schema:
     """The schema of checkpoints with tables of one kind."""
     fields = {kind: maybe(table), "batches": mapping(_batches, 100_000, key=_loader)}
     identity = record(**{name: text(10**8) for name in _identity})
-    fields |= {"identity": identity, "digest": text(64)}
+    fields |= {"identity": identity, "digest": text(64), "draws": text(64)}
     whole = each_of(including(**fields), partial(_counted, kind))
 
     def unless_older(meta: Mapping[str, Any]) -> None:
-        """Older checkpoints have no digest; nothing but their settings is used."""
-        if "digest" in meta:
+        """Of older checkpoints, which have no digest or no draws, only the settings are used."""
+        if {"digest", "draws"} <= meta.keys():
             whole(meta)
 
     return each_of(including(settings=_settings), unless_older)

@@ -73,7 +73,7 @@ class PythonState:
                 if len(value) <= MAX_LOOKED_THROUGH:
                     waiting += value.values() if isinstance(value, dict) else value
             elif type(value) not in CONSTANTS and id(value) not in self._opaque:
-                if (restores := _restorer(value)) is not None:
+                if (restores := restorer_of(value)) is not None:
                     self._opaque[id(value)] = value, restores
                 elif depth and _is_plain(value):
                     self.note_attributes(value, depth)
@@ -195,7 +195,7 @@ def _is_foreign(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in FOREIGN
 
 
-def _restorer(value: Any) -> Callable[[], object] | None:
+def restorer_of(value: Any) -> Callable[[], object] | None:
     """A function that sets a generator or an array to what it is now; None for anything else."""
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
