@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradtrace as gt
 from gradtrace.distributed import dataset_influence
+from gradtrace.distributed.checkpoint import CheckpointFiles, PartialResult
+from gradtrace.distributed.identity import identity
 from gradtrace.errors import GradtraceError
 from gradtrace.tracing.influence import Influence
 
@@ -232,3 +236,68 @@ def test_a_loss_fn_that_takes_something_else_is_told_what_it_gets() -> None:
     )
     with pytest.raises(GradtraceError, match=wanted):
         gt.influence(model, of_the_output, [torch.ones(3, 2)])  # type: ignore[arg-type]
+
+
+# A file that cannot be written -------------------------------------------------------------------
+
+
+def vanishing(folder: Path, at: int, comes_back: int = 0) -> Iterator[Batch]:
+    """Batches, and the folder of the checkpoint is removed before one of them."""
+    for n, batch in enumerate(batches()):
+        if n == at:
+            shutil.rmtree(folder)
+        if n == comes_back > at:
+            folder.mkdir()
+        yield batch
+
+
+@pytest.mark.parametrize("kind", ["influence", "decompose"])
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_folder_that_is_removed_loses_nothing(tmp_path: Path, kind: str, at: int) -> None:
+    net, folder = model(), tmp_path / "scratch"
+    folder.mkdir()
+    call = getattr(gt, kind)
+    with pytest.warns(UserWarning, match=r"run\.gradtrace.*its result will be returned") as told:
+        table = call(net, losses, vanishing(folder, at), checkpoint=folder / "run.gradtrace")
+    assert len(told) == 1 and told[0].filename == __file__
+    wanted = call(net, losses, batches())
+    assert table.pairs == 15 and table.shares == wanted.shares and not table.interrupted
+
+
+def test_ctrl_c_after_the_folder_was_removed_returns_what_was_counted(tmp_path: Path) -> None:
+    net, folder = model(), tmp_path / "scratch"
+    folder.mkdir()
+
+    def stops() -> Iterator[Batch]:
+        yield from itertools.islice(vanishing(folder, 1), 3)
+        yield from Stops(batches(), 0)
+
+    with pytest.warns(UserWarning, match="its result will be returned"):
+        table = gt.influence(net, losses, stops(), checkpoint=folder / "run.gradtrace")
+    assert table.interrupted and table.pairs == 9
+
+
+def test_a_folder_that_comes_back_is_written_to(tmp_path: Path) -> None:
+    net, file = model(), tmp_path / "scratch" / "run.gradtrace"
+    file.parent.mkdir()
+    with pytest.warns(UserWarning, match="its result will be returned"):
+        table = gt.influence(net, losses, vanishing(file.parent, 1, 3), checkpoint=file)
+    assert gt.influence(net, losses, batches(), checkpoint=file) == table
+
+
+def test_a_folder_that_never_was_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(GradtraceError, match=r"nowhere.run\.gradtrace"):
+        gt.influence(model(), losses, batches(), checkpoint=tmp_path / "nowhere" / "run.gradtrace")
+
+
+def test_parts_of_ranks_stay_where_the_whole_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "run.gradtrace"
+    files = CheckpointFiles(file, {}, 0, 2)
+    files.identity = identity(model(), losses)[0]
+    files.keep(PartialResult(draws="01"))
+    file.mkdir()
+    with pytest.warns(UserWarning, match="its result will be returned"):
+        assert not files.close(PartialResult(draws="01"))
+    assert files.own is not None and files.own.exists()
+    file.rmdir()
+    assert files.close(PartialResult(draws="01")) and not files.own.exists()

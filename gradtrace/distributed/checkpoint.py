@@ -24,8 +24,9 @@ from typing import Any, TypeAlias
 from gradtrace.distributed import tuning
 from gradtrace.distributed.batches import START_OVER_HINT, Batch, BatchEntry
 from gradtrace.distributed.identity import RunIdentity
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import container, schemas
+from gradtrace.io.atomic_files import BadFile
 from gradtrace.measures.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence
 
@@ -117,6 +118,7 @@ class CheckpointFiles:
         self.own = self.path
         self._unwritten: PartialResult | None = None
         self._next = 0.0
+        self._begun = self._failed = False  # whether a result was written, or the last was not
         if self.path is not None and world > 1:
             self.own = self.path.with_name(f"{self.path.name}.rank{rank}")
 
@@ -135,7 +137,9 @@ class CheckpointFiles:
         return [self._read(path) for path in self._files() if path not in (self.own, self.path)]
 
     def keep(self, counted: PartialResult) -> None:
-        """Write this rank's result; if writing is slow, only at intervals."""
+        """Write this rank's result; if writing is slow, only at intervals. Where the file cannot be
+        written, that is told once, and tried again with the next result.
+        """
         self._unwritten = counted
         begun = perf_counter()
         if begun >= self._next:
@@ -150,16 +154,37 @@ class CheckpointFiles:
     def flush(self) -> None:
         """Write the last result, if it is not written yet."""
         if self.own is not None and self._unwritten is not None:
-            self._write(self.own, self._unwritten)
+            if self._begun:
+                self._try_to_write(self.own, self._unwritten)
+            else:  # a wrong path is told before much is computed
+                self._write(self.own, self._unwritten)
+                self._begun = True
         self._unwritten = None
 
-    def close(self, whole: PartialResult) -> None:
-        """Write the merged result, and delete the files of single ranks."""
-        if self.path is not None:
-            self._write(self.path, whole)
+    def close(self, whole: PartialResult) -> bool:
+        """Write the merged result, and delete the files of single ranks; whether it was written."""
+        if self.path is None or not self._try_to_write(self.path, whole):
+            return False
+        with suppress(OSError):  # those that stay are known to be merged
             for path in self._files():
                 if path != self.path:
                     path.unlink(missing_ok=True)
+        return True
+
+    def _try_to_write(self, path: Path, counted: PartialResult) -> bool:
+        """Write a result; if that fails, what was counted is still in memory, and that is told."""
+        try:
+            self._write(path, counted)
+        except (BadFile, OSError) as error:
+            if not self._failed:
+                caution(
+                    f"{error}. The run goes on, and its result will be returned; but what is "
+                    "counted from now on is lost if the process ends before"
+                )
+            self._failed = True
+            return False
+        self._failed = False
+        return True
 
     def forget(self) -> None:
         """Delete this rank's file after rank 0 has written the merged one; it may be on another

@@ -339,7 +339,7 @@ class InfluenceRun:
             many = f" of {self.ranks.world} ranks" if self.ranks.world > 1 else ""
             counted = f"{loss_count(table.pairs)}{many} counted"
             print(f"gradtrace: stopped in batch {self.number}; {counted}", file=sys.stderr)
-        elif not table.interrupted:
+        elif verdict.get("written"):
             self.files.forget()
         return table
 
@@ -357,8 +357,7 @@ class InfluenceRun:
             raise GradtraceError("the loader gave no batch, so there is nothing to measure")
         if notes:
             table = replace(table, notes=tuple(sorted({*table.notes, *notes})))
-        self.files.close(whole)
-        return PartialResult(table).to_dict()
+        return {**PartialResult(table).to_dict(), "written": self.files.close(whole)}
 
 
 def _check_arguments(rank: int, other: Message, first: Message) -> None:
