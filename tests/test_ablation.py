@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import io
 import threading
@@ -263,6 +264,73 @@ def test_one_tensor_returned_twice_stays_one(kind: str, how: str) -> None:
     if how == "remove":
         (grad,) = torch.autograd.grad(loss, x)
         assert torch.allclose(grad, 18 * x)
+
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "slice": lambda y: (y, y[:, 0]),
+    "reversed order": lambda y: {"last": y[:, -1], "all": [y]},
+    "flat": lambda y: (y.flatten(1), y),
+    "two slices": lambda y: (y[:, :3], y[:, 2:]),
+    "expanded": lambda y: (y, y[:, :1].expand(-1, 4)),
+    "three": lambda y: (y[:, 1:], y[:, :2], y[:, 1]),
+    "another shape": lambda y: (y, y.view(2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("how", ["zero", "mean", "values"])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_of_one_memory_stay_that(kind: str, how: str) -> None:
+    """What is written to one of them is in the others, with its gradient."""
+    module, x = Returns(VIEWS[kind]), torch.randn(2, 4)
+    scale = torch.tensor(3.0, requires_grad=True)
+    options: Any = {"how": how} if how != "values" else {"how": "mean", "values": {"part": 0.5}}
+
+    def after(written: int) -> list[Tensor]:
+        with ablate(nn.ModuleDict({"part": module}), "part", **options):
+            found = tensors_in(module(x.clone()))
+        found[written].add_(1).mul_(scale)
+        return found
+
+    def wanted(written: int) -> list[Tensor]:
+        mean = 2 * x.mean(0, keepdim=True).expand(2, 4)
+        y = {"zero": torch.zeros(2, 4), "mean": mean, "values": torch.full((2, 4), 0.5)}[how]
+        found = tensors_in(VIEWS[kind](y.clone()))
+        found[written].add_(1).mul_(scale)
+        return found
+
+    for written in range(1 if kind == "expanded" else 2):  # PyTorch does not write to that
+        for ours, theirs in zip(after(written), wanted(written)):
+            assert ours.stride() == theirs.stride()
+            torch.testing.assert_close(ours.detach(), theirs.detach())
+            assert ours.requires_grad == theirs.requires_grad
+            if theirs.requires_grad:
+                grad = functools.partial(torch.autograd.grad, inputs=scale, retain_graph=True)
+                one, two = (grad(each.sum())[0] for each in (ours, theirs))
+                torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_views_whose_means_differ(given: bool) -> None:
+    """One of them has samples elsewhere; values of the user's are kept as they are, apart."""
+    module, x = Returns(lambda y: (y, y.t())), torch.randn(3, 3)
+    model = nn.ModuleDict({"part": module})
+    if not given:
+        with (
+            pytest.raises(GradtraceError, match="'part' returns tensors that overlap in memory"),
+            ablate(model, "part", how="mean"),
+        ):
+            module(x)
+        return
+    with ablate(model, "part", how="mean", values={"part": [1.0, 2.0]}):
+        one, two = module(x)
+    assert (one == 1).all() and (two == 2).all()
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_apart() -> None:
+    module = Returns(lambda y: y.chunk(2, -1))
+    with ablate(nn.ModuleDict({"part": module}), "part"):
+        one, two = module(torch.randn(3, 4))
+    assert one.is_contiguous() and one.untyped_storage().data_ptr() != two.data_ptr()
 
 
 def test_different_values_for_one_tensor_are_different_tensors() -> None:

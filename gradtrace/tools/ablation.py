@@ -48,10 +48,12 @@ class ablate:
       or else zero. Slices cannot be removed.
 
     With ``"zero"`` and ``"mean"`` the module still runs: what it writes to buffers, or in place to
-    its input, remains, with its gradient. A name that was never called inside is an error at the
-    end, since nothing was ablated then. Parameters are not changed and nothing is added to the
-    model, which may be copied and saved inside; afterwards it is as before, also after an error.
-    Blocks under ``torch.utils.checkpoint`` run again in the backward pass: call that inside, too.
+    its input, remains, with its gradient. Outputs that overlap in memory (a tensor and a view of
+    it) still do, unless ``values`` differ there; if their means differ, that is an error. A name
+    that was never called inside is an error at the end, since nothing was ablated then. Parameters
+    are not changed and nothing is added to the model, which may be copied and saved inside;
+    afterwards it is as before, also after an error. Blocks under ``torch.utils.checkpoint`` run
+    again in the backward pass: call that inside, too.
 
     Args:
         model: The model; its parameters are not changed.

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import count
+from itertools import count, starmap
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from gradtrace.pytorch.global_switches import UNFUSED, load_compiler
 from gradtrace.pytorch.module_calls import Forward, Listener
 from gradtrace.pytorch.nested import mapped, tensors_in
 from gradtrace.tools.batch_dims import BatchDim
+from gradtrace.tools.shared_outputs import Replaced, rejoined
 
 Value: TypeAlias = Tensor | float | Sequence[Tensor | float]
 Change: TypeAlias = Callable[[Tensor, int, Tensor | None], Tensor]
@@ -55,10 +56,17 @@ class ModuleRule(Calls):
         """
         return functools.partial(HOWS[self.how], self, forward)
 
-    def each(self, out: Any, change: Change, other: Callable[[Any], Any] = lambda v: v) -> Any:
+    def each(
+        self,
+        out: Any,
+        change: Change,
+        other: Callable[[Any], Any] = lambda v: v,
+        rejoin: bool = True,
+    ) -> Any:
         """Map the floating tensors in ``out`` by ``change`` and the rest by ``other``.
 
-        What occurs twice is changed once, so that it stays one object, which may be written to.
+        What occurs twice is changed once, so that it stays one object, which may be written to; and
+        with ``rejoin``, what overlaps in memory still does.
         """
         numbers = count()
         made: dict[tuple[int, int], tuple[Any, Any]] = {}  # keeps the keys' ids alive
@@ -83,7 +91,10 @@ class ModuleRule(Calls):
                 f"module {self.name!r} returned a {type(out).__name__} without a floating tensor "
                 "that could be found, so nothing would be ablated; ablate a module inside it"
             )
-        return changed
+        if not rejoin or len(made) < 2:
+            return changed
+        joint = rejoined(starmap(Replaced, made.values()), self.name, self.value is None)
+        return mapped(changed, functools.partial(_exchanged, joint)) if joint else changed
 
     def _first_of_value(self, number: int) -> int:
         """The number of the first output that the user gives the value of output ``number``."""
@@ -108,6 +119,12 @@ class ModuleRule(Calls):
                 )
             value = value[number]
         return broadcast(value, like, like.shape, f"module {self.name!r}").clone()
+
+
+def _exchanged(joint: dict[int, Tensor], value: Any) -> Any:
+    if isinstance(value, PackedSequence):
+        return value._replace(data=joint.get(id(value.data), value.data))
+    return joint.get(id(value), value)
 
 
 def _zero(rule: ModuleRule, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +180,7 @@ def _remove(rule: ModuleRule, forward: Forward, /, *args: Any, **kwargs: Any) ->
             )
         return value
 
-    return rule.each(out, change, other)
+    return rule.each(out, change, other, rejoin=False)
 
 
 def _passed(rule: ModuleRule, given: Tensor, wanted: Tensor) -> Tensor:
