@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import random
+import statistics
 import sys
 from argparse import Namespace
 from collections import Counter, deque
@@ -20,6 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn.modules.module import register_module_forward_hook
@@ -27,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import gradtrace as gt
 from gradtrace.distributed import digests
+from gradtrace.distributed.code_facts import exchanged
 from gradtrace.distributed.identity import identity
 from gradtrace.errors import GradtraceError
 from gradtrace.tracing.influence import Influence
@@ -639,6 +642,113 @@ SAME: dict[str, Callable[[bool], Any]] = {
     "a generator": lambda again: (batch for batch in DataLoader(SAMPLES, 2)),
     "a stream": lambda again: DataLoader(Stream(list(range(12))), 2),
 }
+
+
+LATE = """
+SCALE = 2.0
+NAMES = ["a"]
+COUNT = 0
+if SCALE > 1:
+    MODE = "fast"
+else:
+    MODE = "slow"
+
+def helper(x, by=1):
+    global COUNT
+    COUNT += 1
+    return x * SCALE * by
+
+@staticmethod
+def wrapped(x):
+    return x
+"""
+"""A module that only the loss imports."""
+
+
+@pytest.mark.parametrize("how", ["import", "from"])
+def test_a_module_that_is_imported_in_the_loss_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    (tmp_path / "imported_late.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def whole(net: nn.Module, x: Tensor) -> Tensor:
+        import imported_late as late  # type: ignore[import-not-found]
+
+        return late.helper(net(x)).sum() * late.SCALE  # type: ignore[no-any-return]
+
+    def parts(net: nn.Module, x: Tensor) -> Tensor:
+        from imported_late import SCALE, helper
+
+        return helper(net(x)).sum() * SCALE  # type: ignore[no-any-return]
+
+    net, loss_fn = nn.Linear(2, 2), {"import": whole, "from": parts}[how]
+    try:
+        before = identity(net, loss_fn)
+        loss_fn(net, torch.ones(1, 2))
+        assert identity(net, loss_fn) == before  # whether it is loaded does not matter
+        late = sys.modules["imported_late"]
+        for name, value in {
+            "SCALE": 3.0,
+            "helper": lambda x, by=1: x,
+            "EXTRA": 5,
+        }.items():
+            with monkeypatch.context() as patch:
+                patch.setattr(late, name, value, raising=False)
+                assert identity(net, loss_fn) != before, name
+        assert identity(net, loss_fn) == before
+    finally:
+        sys.modules.pop("imported_late", None)
+
+
+def doubled(x: Tensor, *_: object, **__: object) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (F, "relu"),
+        (torch, "relu"),
+        (Tensor, "relu"),
+        (nn.Linear, "forward"),
+        (nn.Module, "half"),
+        (statistics, "mean"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_functions_of_packages_that_were_exchanged_count(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).sum() * statistics.mean([1.0, 3.0])
+
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    before = identity(net, loss_fn)
+    monkeypatch.setattr(owner, name, doubled)
+    assert identity(net, loss_fn) != before
+    monkeypatch.undo()
+    assert identity(net, loss_fn) == before
+
+
+def test_functions_that_packages_make_are_their_own() -> None:
+    """``dataclass`` makes some of text, which lies in no file."""
+    kinds = [kind for kind in vars(nn).values() if isinstance(kind, type)]
+    assert not any(exchanged(owner) for owner in (torch, F, Tensor))
+    assert not any(exchanged(base) for kind in kinds for base in kind.__mro__[:-1])
+
+
+@pytest.mark.parametrize("change", ["mask", "fill_value"])
+def test_masked_arrays_count(change: str) -> None:
+    array = np.ma.masked_array([1.0, 2.0, 3.0], mask=[0, 1, 0])
+
+    def loss_fn(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x).sum() * float(array.filled().sum())
+
+    net = nn.Linear(2, 2)
+    before = identity(net, loss_fn)
+    setattr(array, change, [1, 0, 0] if change == "mask" else 7.0)
+    assert identity(net, loss_fn) != before
 
 
 @pytest.mark.parametrize("kind", SAME)

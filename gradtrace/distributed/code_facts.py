@@ -251,6 +251,65 @@ def imported(function: FunctionType) -> dict[str, CodeType]:
     return dict(sorted(found.items()))
 
 
+def reassigned(module: ModuleType | None, code: CodeType) -> dict[str, Any]:
+    """What a loaded module holds in place of the constants and functions that its code assigns, and
+    what was put there besides: nothing if others left it alone, or it was not loaded yet.
+    """
+    if module is None:
+        return {}
+    written = {str(name) for name in operands(code, "STORE_GLOBAL", "DELETE_GLOBAL")}
+    once, several = _assigned_once(code)
+    found: dict[str, Any] = {}
+    for name, value in sorted(vars(module).items()):
+        if name.startswith("__") or name in written or name in several:
+            continue
+        if name in once:
+            before = once[name]
+            now = value.__code__ if isinstance(value, FunctionType) else value
+            if type(now) is not type(before) or (now != before and repr(now) != repr(before)):
+                found[name] = value
+        elif type(value) in (bool, int, float, complex, str, bytes, tuple, FunctionType):
+            found[name] = value
+    return found
+
+
+def _assigned_once(code: CodeType) -> tuple[dict[str, Any], set[str]]:
+    """The constants, and the code of functions, that a module assigns to a name once and as they
+    are; and the names of all else that it assigns.
+    """
+    once, others = dict[str, Any](), set[str]()
+    constant: list[Any] = []
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_NAME":
+            name = str(step.argval)
+            if name in once or name in others or not constant:
+                once.pop(name, None)
+                others.add(name)
+            else:
+                once[name] = constant[0]
+        if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            if not (constant and isinstance(constant[0], CodeType)):  # a function's name follows
+                constant = [step.argval]
+        elif step.opname not in ("MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE", "NOP", "EXTENDED_ARG"):
+            constant = []
+    others |= {str(name) for name in operands(code, "DELETE_NAME")}
+    return {name: value for name, value in once.items() if name not in others}, others
+
+
+def exchanged(owner: Any) -> dict[str, FunctionType]:
+    """The user's functions that took the place of those of an installed module or class."""
+    held = unpatched(owner) if isinstance(owner, type) else vars(owner)
+    functions = ((name, definition(value)) for name, value in sorted(held.items()))
+    return {n: f for n, f in functions if isinstance(f, FunctionType) and _is_users(f)}
+
+
+def _is_users(function: FunctionType) -> bool:
+    """Whether a function is not an installed package's, nor made by one, as by ``dataclass``."""
+    module = sys.modules.get(function.__module__ or "")
+    made = function.__code__.co_filename.startswith("<") and module is not None
+    return not installed(module if made else function)
+
+
 def _compiled(name: str) -> CodeType | None:
     """The code of one of the user's modules, from its file; None if there is no such module."""
     folders: Any = None

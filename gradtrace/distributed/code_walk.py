@@ -9,9 +9,10 @@ when it runs (counters, caches) does not count.
 from __future__ import annotations
 
 import functools
+import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from datetime import date, timedelta
@@ -48,11 +49,13 @@ from gradtrace.distributed.code_facts import (
     closure,
     constructed,
     definition,
+    exchanged,
     filled,
     filled_by,
     imported,
     installed,
     operands,
+    reassigned,
     used_names,
 )
 from gradtrace.distributed.model_tensors import named_tensors, tensor_digests
@@ -110,6 +113,7 @@ class CodeWalk:
         self._into = digests.new()
         self._light = survey is None
         self._seen: dict[int, Any] = {id(own): own}  # its weights are digested separately
+        self._unchanged: set[type] = {object}  # installed classes, but for what was exchanged
         self._functions: dict[str, list[FunctionType]] = {}  # the user's, by name
         self._entries: list[CodeType] = []
         self._used, self._filled = (NO_NAMES, NOTHING) if survey is None else survey._use()
@@ -243,6 +247,8 @@ class CodeWalk:
             self._module(module)
         for table in GLOBAL_HOOKS:
             self._hooks(table, getattr(nn_module, table, {}))
+        for owner in (torch, nn.functional, Tensor):
+            self._exchanged(owner)
 
     def _module(self, module: nn.Module) -> None:
         """Add the class, the settings and the hooks of a module, without its children."""
@@ -284,6 +290,9 @@ class CodeWalk:
         self.add_text(digests.named(kind))
         changed, _, contents = self._facts(kind)
         for base in kind.__mro__:
+            if installed(base) and base not in self._unchanged:
+                self._unchanged.add(base)
+                self._exchanged(base)
             if installed(base) or (id(base) in self._seen and base is not kind):
                 continue
             self._seen[id(base)] = base
@@ -304,6 +313,13 @@ class CodeWalk:
         """Add a function that code calls by a name."""
         self._functions.setdefault(name, []).append(function)
         self.value(function, entry=False)
+
+    def _exchanged(self, owner: Any, names: Container[str] | None = None) -> None:
+        """Add the user's functions in an installed module or class, of some names."""
+        for name, function in exchanged(owner).items():
+            if names is None or name in names:
+                self.add_text(name)
+                self._named(name, function)
 
     def _function(self, function: FunctionType) -> None:
         code = function.__code__
@@ -326,6 +342,9 @@ class CodeWalk:
             for name, module in imported(function).items():
                 self.add_text(name)
                 self._bytecode(module)
+                for text, value in reassigned(sys.modules.get(name), module).items():
+                    self.add_text(text)
+                    self.value(value)
         for name, value in variables.items():
             if name not in changed:
                 self.add_text(name)
@@ -345,6 +364,7 @@ class CodeWalk:
     def _attributes(self, module: ModuleType, names: set[str]) -> None:
         """Add what code that has these names may use of one of the user's modules."""
         if installed(module):
+            self._exchanged(module, names)
             return
         for name in sorted(names & vars(module).keys()):
             self.add_text(name)

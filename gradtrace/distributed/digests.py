@@ -134,6 +134,7 @@ def _add(into: Any, item: Any, seen: dict[int, Any]) -> None:
         into.update(np.ascontiguousarray(item).tobytes())
         if isinstance(item, np.ma.MaskedArray):
             into.update(np.ma.getmaskarray(item).tobytes())
+            into.update(repr(item.fill_value).encode())
     elif id(item) in seen:
         into.update(b"again")
     else:
