@@ -264,8 +264,11 @@ class watch(Session, Listener):
         return ModuleCall(name, call)
 
     def _names_for(self, loss: Tensor) -> NameTable:
-        if self.name_table.sharded is None and self._tree.has_moved_anywhere():
-            self.name_leaves()  # what was put into tables of modules by hand, in the last call
+        if self._named and self.name_table.sharded is None:  # what was put there in the last call
+            for each in tuple(self._tree.modules.values()):
+                self._name_parameters(each)
+            if self._tree.has_moved_anywhere():  # by hand
+                self.name_leaves()
         made = isinstance(loss, Tensor) and maker_of(loss) is not None
         if made and self._repeated and not self.name_table.away:
             return self.name_table.of_loss(loss)

@@ -131,6 +131,20 @@ def test_a_module_that_is_made_in_the_forward_pass() -> None:
     assert {*found[1]} == {*wanted[1]} and "No gradient" not in found[3]
 
 
+def test_what_is_parametrized_and_made_in_the_forward_pass() -> None:
+    class Makes(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            if not parametrize.is_parametrized(self.a):
+                parametrize.register_parametrization(self.a, "weight", Halved())
+            self.scale = nn.Parameter(torch.ones(4))
+            return super().forward(x * self.scale)
+
+    rows, gradients, notes, text = table(Makes(), torch.randn(3, 4), CHANGES["nothing"])
+    assert {"a", "a.parametrizations.weight.0"} <= rows.keys() and not notes
+    assert {"scale", "a.parametrizations.weight.original"} <= gradients.keys()
+    assert "No gradient" not in text
+
+
 def test_a_module_that_is_put_into_a_table_in_the_forward_pass_is_told() -> None:
     class ByHand(Net):
         def forward(self, x: Tensor) -> Tensor:

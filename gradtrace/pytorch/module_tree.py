@@ -102,6 +102,7 @@ class ModuleTree:
             if listening is None or not listening.knows(owner):
                 return
             self._registered = True
+            listening.extend([owner])  # whose class may be another now, as of what is parametrized
             if module is not None and "_modules" in vars(module):  # else it was not initialised
                 listening.extend(each for _, each in named_modules(module))
 
