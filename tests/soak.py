@@ -5,6 +5,7 @@ From the root of the repository::
     python tests/soak.py kills --count 100            # of influence, Monitor and experiments each
     python tests/soak.py monitor --steps 20000        # three models, collector on and off
     python tests/soak.py traces --count 3000          # three models, collector on and off
+    python tests/soak.py traces --count 100 --only residual    # 5,000 operators
     python tests/soak.py threads --count 100          # traces on each of 8 threads, equal to serial
     python tests/soak.py ranks --count 5              # 2 and 4 processes that do not go in step
 
@@ -70,20 +71,35 @@ def perceptron() -> nn.Module:
     )
 
 
+class Residual(nn.Module):
+    """Layers that add to what they are given: 5,000 operators."""
+
+    def __init__(self, layers: int = 1_250) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.05 * layer(x).tanh()
+        return x
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (perceptron, (16, 8)),
     "lstm": (Recurrent, (4, 10, 8)),
     "transformer": (Attending, (4, 6, 8)),
 }
+LARGE = {"residual": (Residual, (16, 8))}  # run where it is asked for by name
 
 
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name][0]()
+    return {**MODELS, **LARGE}[name][0]()
 
 
 def batch(name: str, step: int) -> Tensor:
-    return torch.randn(MODELS[name][1], generator=torch.Generator().manual_seed(step))
+    shape = {**MODELS, **LARGE}[name][1]
+    return torch.randn(shape, generator=torch.Generator().manual_seed(step))
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
