@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
@@ -143,25 +143,24 @@ class watch(Session, Listener):
         self._here = _ThreadState()
         try:
             self._contexts.enter_context(eager())
-            self._contexts.enter_context(UNPACKED_ONCE)
+            self._contexts.enter_context(UNPACKED_ONCE())
             if self.composed:
-                self._contexts.enter_context(COMPOSED)
-                self._contexts.enter_context(COMPOSED_CHECKPOINTS)
+                self._contexts.enter_context(COMPOSED())
+                self._contexts.enter_context(COMPOSED_CHECKPOINTS())
             if self.name_table.sharded is not None:
-                self._contexts.enter_context(QUIET)
+                self._contexts.enter_context(QUIET())
             self._stop_listening = self._attach()
             if self._record is not None:
                 for tensor, _ in self.name_table.leaves.values():
                     self._record.make(tensor)
                 self._contexts.enter_context(ForwardRecorder(self._record, self._innermost))
             self._contexts.enter_context(opened(self._open))
+            self._contexts.enter_context(_counted())
+            self._hooks.reset()
+            self.name_table.enter(next_sequence(), NO_MODULE)
         except BaseException:
             self._close()
             raise
-        _OPEN.watches += 1
-        self._contexts.callback(_decrement)
-        self._hooks.reset()
-        self.name_table.enter(next_sequence(), NO_MODULE)
         return self
 
     def _attach(self) -> Callable[[], None]:
@@ -201,15 +200,17 @@ class watch(Session, Listener):
         self.enter(module, (), {})
 
     def _close(self) -> None:
-        if self._stop_listening is not None:
-            self._stop_listening()
-            self._stop_listening = None
-        while self._here.stack:
-            self._here.stack.pop().fuse_again()
-        self._name_gathered()
-        if self._thread == threading.get_ident():
-            self.name_table.enter(next_sequence(), OUTSIDE)
-        self._contexts.close()
+        try:
+            if self._stop_listening is not None:
+                self._stop_listening()
+                self._stop_listening = None
+            while self._here.stack:
+                self._here.stack.pop().fuse_again()
+            self._name_gathered()
+            if self._thread == threading.get_ident():
+                self.name_table.enter(next_sequence(), OUTSIDE)
+        finally:
+            self._contexts.close()
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Noted | None:
         """A module is called: nodes created by this thread from now on belong to it."""
@@ -411,18 +412,18 @@ class Noted:
     def __init__(self, here: _ThreadState, place: ModuleCall) -> None:
         self.here = here
         self.place = place
-        self._composed = False
+        self._composed: contextlib.AbstractContextManager[None] | None = None
 
     def compose(self) -> None:
         """Run the LSTM of this call operator by operator instead of fused."""
-        composed_lstm.begin()
-        self._composed = True
+        self._composed = composed_lstm.composed()
+        self._composed.__enter__()
 
     def fuse_again(self) -> None:
         """End ``compose``, if it was called."""
-        if self._composed:
-            self._composed = False
-            composed_lstm.end()
+        composed, self._composed = self._composed, None
+        if composed is not None:
+            composed.__exit__(None, None, None)
 
 
 class _OpenCount(threading.local):
@@ -432,5 +433,10 @@ class _OpenCount(threading.local):
 _OPEN = _OpenCount()
 
 
-def _decrement() -> None:
-    _OPEN.watches -= 1
+@contextlib.contextmanager
+def _counted() -> Iterator[None]:
+    _OPEN.watches += 1
+    try:
+        yield
+    finally:
+        _OPEN.watches -= 1

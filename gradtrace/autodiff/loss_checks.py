@@ -46,7 +46,7 @@ def isolated() -> Iterator[None]:
     ...     torch.ones(1).is_inference()
     False
     """
-    with ExitStack() as stack:
+    with grad_mode_restored(), ExitStack() as stack:
         stack.enter_context(paused())
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -69,6 +69,19 @@ def isolated() -> Iterator[None]:
                 "sampled elements: influence(sample=10_000), or whole tensors: "
                 "granularity='operator'"
             ) from error
+
+
+@contextmanager
+def grad_mode_restored() -> Iterator[None]:
+    """Afterwards gradients are on or off as before, also where Ctrl-C has struck inside of
+    ``torch.no_grad().__enter__``, which leaves them off.
+    """
+    before = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch.is_grad_enabled() != before:
+            torch.set_grad_enabled(before)
 
 
 def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:

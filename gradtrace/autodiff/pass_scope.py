@@ -21,7 +21,7 @@ from torch.utils import checkpoint
 
 from gradtrace.autodiff.nodes import Edges, Node, leaves_below
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
-from gradtrace.pytorch.global_switches import Switch
+from gradtrace.pytorch.global_switches import Change, Switch
 from gradtrace.pytorch.python_state import held_in
 from gradtrace.pytorch.side_effects import functions_restored, note_gradients, users_code
 
@@ -64,11 +64,26 @@ class PausedMode(TorchFunctionMode):
     ``paused`` takes it off meanwhile.
     """
 
+    def __exit__(self, *error: Any) -> None:
+        """Ctrl-C inside of a function of PyTorch may have taken it off."""
+        if _INNERMOST() is not None:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
 
 def paused() -> contextlib.AbstractContextManager[object]:
     """Within, the innermost mode of PyTorch's functions is not active if it is a ``PausedMode``."""
     innermost = _INNERMOST()
-    return _PAUSED() if isinstance(innermost, PausedMode) else contextlib.nullcontext()
+    return _without(innermost) if isinstance(innermost, PausedMode) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without(innermost: PausedMode) -> Iterator[None]:
+    try:
+        _POP()
+        yield
+    finally:
+        if _INNERMOST() is not innermost:
+            _PUSH(innermost)
 
 
 def collector_off() -> contextlib.AbstractContextManager[None]:
@@ -76,14 +91,13 @@ def collector_off() -> contextlib.AbstractContextManager[None]:
     use and in no cycle, and to scan them repeatedly, and then all of the process's, takes a
     quarter of the time of a small network's trace.
     """
-    return _COLLECTOR_OFF
+    return _COLLECTOR_OFF()
 
 
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
+def _without_collector() -> Change:
     collecting = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if collecting:
@@ -171,7 +185,7 @@ def one_pass() -> Iterator[None]:
     outer = _PASS.passes, _PASS.number
     _PASS.passes, _PASS.number = outer[0] + 1, next(_NUMBERS)
     try:
-        with collector_off(), torch.no_grad(), recomputed_once(), _PATCHED, functions_restored():
+        with collector_off(), torch.no_grad(), recomputed_once(), _PATCHED(), functions_restored():
             yield
     finally:
         _PASS.passes, _PASS.number = outer
@@ -192,7 +206,8 @@ _ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
 _RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
 _RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
 _INNERMOST: Any = vars(overrides)["_get_current_function_mode"]
-_PAUSED: Any = vars(overrides)["_pop_mode_temporarily"]
+_POP: Any = vars(overrides)["_pop_mode"]
+_PUSH: Any = vars(overrides)["_push_mode"]
 
 
 def _task() -> int:
@@ -286,8 +301,7 @@ _PATCHES: tuple[tuple[Any, str, Any], ...] = (
 )
 
 
-@contextlib.contextmanager
-def _patched_torch() -> Iterator[None]:
+def _patched_torch() -> Change:
     """Within, PyTorch's hooks and checkpoints treat a pass of gradtrace as a backward pass.
 
     The patches are process-wide; on other threads they behave as the originals.

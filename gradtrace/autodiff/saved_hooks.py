@@ -7,8 +7,7 @@ gradtrace has unpacked is kept, and handed to PyTorch's backward pass when that 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradtrace.autodiff.pass_scope import pass_runs
-from gradtrace.pytorch.global_switches import Switch
+from gradtrace.pytorch.global_switches import Change, Switch
 
 Pack: TypeAlias = Callable[[Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], Tensor]
@@ -62,10 +61,9 @@ def _enter(hooks: saved_tensors_hooks) -> Any:
         hooks.pack_hook, hooks.unpack_hook = own
 
 
-@contextlib.contextmanager
-def _patched() -> Iterator[None]:
-    type.__setattr__(saved_tensors_hooks, "__enter__", _enter)
+def _patched() -> Change:
     try:
+        type.__setattr__(saved_tensors_hooks, "__enter__", _enter)
         yield
     finally:
         type.__setattr__(saved_tensors_hooks, "__enter__", _ENTER)

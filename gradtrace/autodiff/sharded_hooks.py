@@ -6,22 +6,19 @@ In a pass of gradtrace units are gathered by ``pytorch.fsdp.Residency``, and the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from gradtrace.autodiff.hooks import uncounted
 from gradtrace.autodiff.pass_scope import pass_runs
-from gradtrace.pytorch.global_switches import Switch
+from gradtrace.pytorch.global_switches import Change, Switch
 
 STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 """The module of the class that registers the hooks."""
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Change:
     module = sys.modules.get(STATE)
     kind: Any = getattr(module, "FSDPState", None)
     if kind is None:
@@ -47,8 +44,8 @@ def _quiet() -> Iterator[None]:
         with uncounted():
             initialise(state)
 
-    kind._register_pre_backward_hook, kind._lazy_init = registered, initialised
     try:
+        kind._register_pre_backward_hook, kind._lazy_init = registered, initialised
         yield
     finally:
         kind._register_pre_backward_hook, kind._lazy_init = register, initialise

@@ -13,7 +13,7 @@ from zlib import crc32
 
 from torch import Tensor, nn
 
-from gradtrace.autodiff.loss_checks import isolated
+from gradtrace.autodiff.loss_checks import grad_mode_restored, isolated
 from gradtrace.components.components import Components, spelt
 from gradtrace.distributed import batches, unwrap
 from gradtrace.distributed.checkpoint import (
@@ -198,7 +198,7 @@ def over_batches(
     if is_tensor_parallel(model):
         group = _together(group, checkpoint)
     try:
-        with joined(group) as ranks, unwrap.apart(model), same_draws(model):
+        with grad_mode_restored(), joined(group) as ranks, unwrap.apart(model), same_draws(model):
             own = batches.sharded(loader, ranks.world) if sharded is None else sharded
             files = CheckpointFiles(checkpoint, settings, ranks.rank, ranks.world, kind)
             run = InfluenceRun(ranks, files, own)

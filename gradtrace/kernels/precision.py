@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from gradtrace.pytorch.global_switches import Switch
+from gradtrace.pytorch.global_switches import Change, Switch
 
 
 def exact(x: Tensor) -> AbstractContextManager[None]:
@@ -28,11 +28,10 @@ def without_tf32() -> AbstractContextManager[None]:
     """Context in which GPU matrix products and convolutions use full float32; safe to enter from
     several threads at once.
     """
-    return _SWITCH
+    return _SWITCH()
 
 
-@contextmanager
-def _without() -> Iterator[None]:
+def _without() -> Change:
     new = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # since torch 2.9
     products, convolutions = (
         (_products, _convolutions) if new else (_products_old_api, _convolutions_old_api)

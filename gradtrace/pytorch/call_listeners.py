@@ -133,9 +133,9 @@ def run_stage(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: An
     calls = STACK.calls
     begins = not (calls and calls[-1][0] is module and calls[-1][1] < stage)
     notified: list[tuple[Listener, Any]] = []
-    result = None
-    calls.append((module, stage))
+    result, depth = None, len(calls)
     try:
+        calls.append((module, stage))
         if begins:
             for listener in listeners:
                 notified.append((listener, listener.enter(module, args, kwargs)))
@@ -147,7 +147,7 @@ def run_stage(stage: int, module: nn.Module, run: Forward, args: Any, kwargs: An
             result = pausing(result, module, notified, args, kwargs)
         return result
     finally:
-        calls.pop()
+        del calls[depth:]
         for listener, entered in reversed(notified):
             listener.leave(entered, result)
 

@@ -7,14 +7,13 @@ kernels would save other tensors than composed ones, which ``torch.utils.checkpo
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import checkpoint
 
 from gradtrace.pytorch import composed_lstm
-from gradtrace.pytorch.global_switches import COMPOSED, Switch
+from gradtrace.pytorch.global_switches import COMPOSED, Change, Switch
 from gradtrace.pytorch.opened import open_names, opened
 
 _FRAME: Any = vars(checkpoint)["_CheckpointFrame"]
@@ -27,23 +26,19 @@ class _ComposedFrame(_FRAME):  # type: ignore[misc]
         names = open_names()
 
         def composed(*args: Any) -> None:
-            composed_lstm.begin()
-            try:
-                with COMPOSED, opened(names):
-                    recompute(*args)
-            finally:
-                composed_lstm.end()
+            with composed_lstm.composed(), COMPOSED(), opened(names):
+                recompute(*args)
 
         super().__init__(composed, *given, **named)
 
 
-@contextlib.contextmanager
-def _patched() -> Iterator[None]:
-    vars(checkpoint)["_CheckpointFrame"] = _ComposedFrame
+def _patched() -> Change:
+    names = vars(checkpoint)
     try:
+        names["_CheckpointFrame"] = _ComposedFrame
         yield
     finally:
-        vars(checkpoint)["_CheckpointFrame"] = _FRAME
+        names["_CheckpointFrame"] = _FRAME
 
 
 COMPOSED_CHECKPOINTS = Switch(_patched)

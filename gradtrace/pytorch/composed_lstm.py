@@ -1,7 +1,7 @@
 """``nn.LSTM`` computed operator by operator, so that its time steps can be traced.
 
 On a CPU PyTorch computes an LSTM with oneDNN, as one node for all time steps. The setting that
-disables this is process-wide and would affect other threads. So between ``begin`` and ``end`` the
+disables this is process-wide and would affect other threads. So within ``composed`` the
 layers are computed here, operator by operator, as in PyTorch's own implementation
 (``aten/src/ATen/native/RNN.cpp``), with the same graph and the same bits.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradtrace.pytorch.global_switches import Switch
+from gradtrace.pytorch.global_switches import Change, Switch
 
 State: TypeAlias = tuple[Tensor, Tensor]  # hidden and cell state, (batch, size) each
 
@@ -25,31 +25,30 @@ _VF: Any = torch._VF  # nn.LSTM calls _VF.lstm
 
 
 class _ThreadState(threading.local):
-    depth = 0  # calls of begin without end, of this thread
+    depth = 0  # contexts of this thread
 
 
 _THREAD = _ThreadState()
 
 
-def begin() -> None:
-    """Compute ``nn.LSTM`` on this thread operator by operator, until ``end``."""
-    _THREAD.depth += 1
-    _PATCH.__enter__()
-
-
-def end() -> None:
-    """Undo one ``begin`` of this thread."""
-    _THREAD.depth -= 1
-    _PATCH.__exit__()
-
-
 @contextlib.contextmanager
-def _patched() -> Iterator[None]:
-    vars(_VF)["lstm"] = _lstm
+def composed() -> Change:
+    """Within, ``nn.LSTM`` is computed on this thread operator by operator."""
+    _THREAD.depth += 1
     try:
+        with _PATCH():
+            yield
+    finally:
+        _THREAD.depth -= 1
+
+
+def _patched() -> Change:
+    functions = vars(_VF)
+    try:
+        functions["lstm"] = _lstm
         yield
     finally:
-        vars(_VF).pop("lstm", None)
+        functions.pop("lstm", None)
 
 
 _PATCH = Switch(_patched)

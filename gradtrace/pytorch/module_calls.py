@@ -85,15 +85,15 @@ class Listening:
         of other classes now.
         """
         given = list(modules)
-        with _LOCK:
-            try:
+        try:
+            with _LOCK:
                 self.patch(kind for module in given for kind in _kinds(module))
-            except BaseException:
-                self()
-                raise
-            for module in given:
-                if id(module) not in self.modules:
-                    self._add(module)
+                for module in given:
+                    if id(module) not in self.modules:
+                        self._add(module)
+        except BaseException:  # Ctrl-C too
+            self()
+            raise
 
     def _add(self, module: nn.Module) -> None:
         self.modules[id(module)] = module
@@ -101,17 +101,17 @@ class Listening:
             if id(each) not in self.keys:
                 self.keys[id(each)] = each
                 set_listeners(id(each), (*LISTENERS.get(id(each), ()), self.listener))
-        self.bound += exchanges(module)
+        self.bound.extend(exchanges(module))
 
     def extend_to_all(self) -> None:
         """Notify the listener of calls of any module."""
-        with _LOCK:
-            try:
+        try:
+            with _LOCK:
                 self.patch(_subclasses())
-            except BaseException:
-                self()
-                raise
-            call_listeners.FOR_ALL = (*call_listeners.FOR_ALL, self)
+                call_listeners.FOR_ALL = (*call_listeners.FOR_ALL, self)
+        except BaseException:
+            self()
+            raise
 
     def patch(self, kinds: Iterable[type]) -> None:
         """Patch these classes, once each."""
@@ -122,7 +122,18 @@ class Listening:
                     self.classes[kind] = None
 
     def __call__(self) -> None:
-        """Unregister the listener."""
+        """Unregister the listener; Ctrl-C meanwhile does not stop that."""
+        try:
+            self._end()
+        except BaseException:
+            self._end()
+            raise
+
+    def __del__(self) -> None:
+        if self.classes:  # Ctrl-C before the caller had what ends it
+            self()
+
+    def _end(self) -> None:
         with _LOCK:
             for key in self.keys:
                 before = LISTENERS.get(key, ())

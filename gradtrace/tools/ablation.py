@@ -146,7 +146,7 @@ class ablate:
         self._undo.enter_context(eager())
         fused = [module for module in modules.values() if isinstance(module, FUSED)]
         if any(part in self._rules for module in fused for part in module.modules()):
-            self._undo.enter_context(UNFUSED)
+            self._undo.enter_context(UNFUSED())
         names = [rule.name for rule in self._rules.values()]
         self._undo.callback(listen(self._calls, _callers(names, modules)))
         self._undo.callback(listen(self._singles, self._singles.names))

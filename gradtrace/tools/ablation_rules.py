@@ -223,7 +223,7 @@ def outline(rule: ModuleRule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tu
         if "hooks" in key and isinstance(hooks, dict)
     }
     try:
-        with torch.no_grad(), UNFUSED:
+        with torch.no_grad(), UNFUSED():
             with MetaCopies(mode):
                 twin, args, kwargs = copy.deepcopy((rule.module, args, kwargs), memo)
             with mode:

@@ -52,7 +52,7 @@ Moves = Mapping[nn.Parameter, tuple[Tensor, Tensor]]
 @contextlib.contextmanager
 def evaluating(loss_fn: LossFn, model: nn.Module, seed: int) -> Iterator[LossEvaluator]:
     """A ``LossEvaluator``; afterwards the model and the random generators are as before."""
-    with DOUBLE, eager(), torch.enable_grad(), same_draws(model) as reseed:
+    with DOUBLE(), eager(), torch.enable_grad(), same_draws(model) as reseed:
         yield LossEvaluator(loss_fn, model, functools.partial(reseed, seed))
 
 

@@ -193,7 +193,7 @@ class Monitor:
         self._triggers = asked.looking(model, composed, self._exchange.rank, self._sampled, note)
         told = self._sampled if self._triggers is None else self._triggers.keeper
         with ExitStack() as opened:
-            opened.enter_context(UNPACKED_ONCE)
+            opened.enter_context(UNPACKED_ONCE())
             opened.callback(listen(told, [model]))
             self._unlisten = weakref.finalize(self, opened.pop_all().close)
         self._here = self._open = True
