@@ -125,15 +125,15 @@ class Patch:
             calls = STACK.calls
             if calls and calls[-1][0] is self:  # a call from within itself
                 return forward(self, *args, **kwargs)
-            entered, result = listener.enter(self, args, kwargs), None
-            calls.append((self, FORWARD))
+            entered, result, depth = listener.enter(self, args, kwargs), None, len(calls)
             try:
+                calls.append((self, FORWARD))
                 result = forward(self, *args, **kwargs)
                 if type(result) in PAUSING:
                     result = pausing(result, self, ((listener, entered),), args, kwargs)
                 return result
             finally:
-                calls.pop()
+                del calls[depth:]
                 listener.leave(entered, result)
 
         return observed_call
