@@ -47,7 +47,7 @@ experiments: $(VENV)/.developed
 # The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself leaks.
 # `make sanitize SANITIZED="-n auto --ignore tests/browser tests gradtrace"` runs the whole suite so
 # (Chromium does not start with the sanitizer preloaded).
-SANITIZED ?= -p no:xdist $(wildcard tests/test_contraction_kernels.py tests/test_selection_kernels.py tests/test_low_rank_kernels.py tests/test_aggregate.py tests/test_pointers.py)
+SANITIZED ?= -p no:xdist $(wildcard tests/test_contraction_kernels.py tests/test_selection_kernels.py tests/test_low_rank_kernels.py tests/test_aggregate.py tests/test_pointers.py tests/test_plan_run.py)
 sanitize: $(VENV)/.developed
 	cmake -S . -B build/sanitize -DGRADTRACE_SANITIZE=ON
 	cmake --build build/sanitize

@@ -120,6 +120,7 @@ NONE = {
     *("fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"),
     *(
         "sums_lines",
+        "executes_plans",
         "normalised_sums",
         "low_rank",
         "low_rank_sums",

@@ -55,6 +55,35 @@ def perceptron(sizes: tuple[int, ...], batch: int) -> Problem:
     return Problem(model, lambda: F.cross_entropy(model(x), y))
 
 
+class Residual(nn.Module):
+    """Layers ``x + tanh(linear(x))``, and an output layer."""
+
+    def __init__(self, layers: int, units: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(units, units) for _ in range(layers))
+        self.output = nn.Linear(units, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        found: Tensor = self.output(x)
+        return found
+
+
+def residual(layers: int, units: int, batch: int) -> Problem:
+    """``Residual`` with cross entropy: branches that are small, many of them."""
+    model = Residual(layers, units)
+    x, y = torch.randn(batch, units), torch.randint(0, 10, (batch,))
+    return Problem(model, lambda: F.cross_entropy(model(x), y))
+
+
+def cells(units: int, steps: int, batch: int) -> Problem:
+    """An LSTM layer alone: PyTorch runs one operator, which is taken apart."""
+    model, x = nn.LSTM(units, units), torch.randn(steps, batch, units)
+    return Problem(model, lambda: model(x)[0].square().mean())
+
+
 class Recurrent(nn.Module):
     """A language model: embedding, one LSTM layer, output layer."""
 
@@ -146,6 +175,13 @@ FULL = (
     Case("LSTM 10,000 × 1,000, batch 4", lambda: recurrent(10_000, 1_000, 35, 4), trace=1.6),
     Case("LSTM 10,000 × 1,000, batch 20", lambda: recurrent(10_000, 1_000, 35, 20), trace=4.0),
     Case("ResNet-50, 224 pixels", lambda: resnet(224), trace=5.0, needs="transformers"),
+    Case("50 residual layers of 32 units, batch 32", lambda: residual(50, 32, 32)),
+    Case(
+        "GPT-2 build of 4 layers, 64 wide, 64 tokens",
+        lambda: gpt2(64, n_embd=64, n_layer=4, n_head=4, vocab_size=1_000, n_positions=64),
+        needs="transformers",
+    ),
+    Case("LSTM of 32 units alone, 50 steps, batch 8", lambda: cells(32, 50, 8)),
 )
 
 SMALL = (
@@ -157,6 +193,8 @@ SMALL = (
         needs="transformers",
     ),
     Case("LSTM 30 × 8, batch 2", lambda: recurrent(30, 8, 3, 2)),
+    Case("2 residual layers of 8 units, batch 4", lambda: residual(2, 8, 4)),
+    Case("LSTM of 8 units alone, 3 steps, batch 2", lambda: cells(8, 3, 2)),
     Case(
         "ResNet build, 32 pixels",
         lambda: resnet(32, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),

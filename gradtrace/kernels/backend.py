@@ -39,7 +39,8 @@ class Backend(Protocol):
     ``host``: whether tensors are in the memory of the processor that runs Python.
     ``table_entries``: how many entries of a table to compute at a time.
     ``sums_groups``: whether there is a kernel for ``group_sums``; ``sums_lines``: whether there is
-    one for ``normalised_sums``.
+    one for ``normalised_sums``. ``executes_plans``: whether plans can be executed in one call
+    (``cpu_plan``).
     """
 
     device: torch.device
@@ -48,6 +49,7 @@ class Backend(Protocol):
     table_entries: int
     sums_groups: bool
     sums_lines: bool
+    executes_plans: bool
 
     def __hash__(self) -> int: ...
 

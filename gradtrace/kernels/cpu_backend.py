@@ -62,6 +62,7 @@ class Cpu(Reference):
     def __init__(self, device: torch.device, library: ctypes.CDLL) -> None:
         super().__init__(device)
         self.library = library
+        self.executes_plans = hasattr(library, "gradtrace_run_plan")
 
     def contract(
         self,

@@ -48,7 +48,14 @@ SIGNATURES = {
 }
 """The arguments of the library's functions: pointers (p), int64 (n), int (i) and int32 (w)."""
 
-ADDED = {"first_nonfinite": "np", "low_rank": "innnippi", "sizes": "nppi", "zeros": "inpnppi"}
+ADDED = {
+    "first_nonfinite": "np",
+    "low_rank": "innnippi",
+    "sizes": "nppi",
+    "zeros": "inpnppi",
+    "run_plan": "ppp",
+    "end_plan": "p",
+}
 """The same of functions that were added since: a library without them is used, too."""
 
 _log = logging.getLogger("gradtrace")

@@ -39,6 +39,7 @@ class Reference:
     synchronises = False
     sums_groups = False
     sums_lines = False
+    executes_plans = False
     table_entries = tuning.TABLE_ENTRIES
 
     def __init__(self, device: torch.device) -> None:

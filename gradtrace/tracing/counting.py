@@ -84,6 +84,8 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
             sums = uniform.counted(traced.program.constants, traced.backend)
             table = Influence.of_sums(*facts.described(traced.program), sums, uniform.own)
             return replace(table, notes=(*traced.notes, *table.notes))
+        if (executed := _executed_at_once(traced, facts, storage)) is not None:
+            return executed
         tally = Tally(facts, traced.program, traced.pairs, traced.backend, storage.batch_bytes)
         for found, gradient in _traced_leaves(traced, facts, storage):
             tally.add(found, gradient)
@@ -98,6 +100,22 @@ def _uniform_tally(
     if not once or not traced.backend.sums_groups:
         return None
     return facts.uniform(traced.program, facts.plan(traced.program, traced.rule, storage))
+
+
+def _executed_at_once(
+    traced: TracedProgram, facts: ComponentFacts, storage: Storage
+) -> Influence | None:
+    """The table of a plan that the compiled library executes in one call; None if Python does."""
+    once = traced.granularity == "scalar" and traced.pairs == 1
+    if not once or not traced.backend.sums_groups:
+        return None
+    program, backend = traced.program, traced.backend
+    kept = facts.table(program, facts.plan(program, traced.rule, storage), backend)
+    sums = kept.counted(program, backend)
+    if sums is None:
+        return None
+    table = Influence.of_sums(*facts.described(program), sums, kept.own)
+    return replace(table, rule=traced.rule, notes=(*traced.notes, *table.notes))
 
 
 def counted_rows(

@@ -35,11 +35,13 @@ from gradtrace.ir.passes.uniform_leaves import uniform_leaves
 from gradtrace.ir.plan import Plan, Storage
 from gradtrace.ir.program import Program, ProgramFacts, Structure, difference, structure_of
 from gradtrace.ir.tape import Tapes
-from gradtrace.kernels import tuning
+from gradtrace.kernels import Backend, tuning
 from gradtrace.kernels.path_table import PathTable
 from gradtrace.paths.path_mass import MassPlan, plan_mass
 from gradtrace.recording.kept_recordings import RECORDINGS, KeptRecording
 from gradtrace.tracing.aggregate import Reach
+from gradtrace.tracing.plan_run import KeptTable, table_of
+from gradtrace.tracing.plan_table import PlanTable
 from gradtrace.tracing.provenance import words_of
 from gradtrace.tracing.uniform_tally import UniformTally
 
@@ -92,6 +94,7 @@ class ComponentFacts:
         self._reachable: ReachableComponents | None = None
         self._alternatives: list[bool | None] | None = None
         self._tallies: dict[int, UniformTally | None] = {}  # by id of the plan, which is kept
+        self._tables: dict[int, KeptTable] = {}  # likewise
         self._mass_plan: MassPlan | None = None
         self.mass_tapes = Tapes()
         self._owners: dict[int, int] | None = None
@@ -136,6 +139,19 @@ class ComponentFacts:
                 else UniformTally.of(leaves, program, self.names, reach, self.chosen.bits)
             )
         return self._tallies[id(plan)]
+
+    def table(self, program: Program, plan: Plan, backend: Backend) -> KeptTable:
+        """Executes the plan in one call, if it can be."""
+        found = self._tables.get(id(plan))
+        if found is None:
+            reach = self.reachable(program).reach
+            given = plan, program, self.names, reach, self.chosen.bits, backend
+            found = self._tables[id(plan)] = table_of(*given)
+        return found
+
+    def tables_of_plans(self) -> list[KeptTable]:
+        """Those that there are."""
+        return [*self._tables.values()]
 
     def bounds(self, program: Program) -> ProvenanceBounds:
         """The bits of provenance that all paths from a value have, and those that any has."""
@@ -243,6 +259,12 @@ class KeptPlans:
         return found
 
     @property
+    def stepwise(self) -> str:
+        """Why Python executes plans step by step."""
+        tables = (table for facts in self._facts.values() for table in facts.tables_of_plans())
+        return "; ".join(dict.fromkeys(table.reason for table in tables if table.reason))
+
+    @property
     def plans(self) -> int:
         """The number of plans, by components and rule."""
         return sum(len(facts.plans) + len(facts.pair_plans) for facts in self._facts.values())
@@ -251,7 +273,8 @@ class KeptPlans:
 class PlanRow(NamedTuple):
     """A structure that is kept: how many operators, leaves and plans it has, for how many losses it
     was used again and for how many of these recording too, how many bytes it takes, why it was new,
-    and why the last loss was recorded anew (empty if it was not).
+    why the last loss was recorded anew (empty if it was not), and why Python executes its plans
+    step by step, and not the compiled library in one call (empty where that was not tried).
     """
 
     operators: int
@@ -262,6 +285,7 @@ class PlanRow(NamedTuple):
     bytes: int
     missed: str
     recorded: str
+    stepwise: str
 
 
 @dataclass(frozen=True)
@@ -280,9 +304,10 @@ class Plans(RowSequence[PlanRow], Tabular):
     def table(self) -> TextTable:
         """One row for each structure."""
         columns = (
-            *(TextColumn(name, "count") for name in PlanRow._fields[:-2]),
+            *(TextColumn(name, "count") for name in PlanRow._fields[:-3]),
             TextColumn("new because"),
             TextColumn("recorded because"),
+            TextColumn("in steps because"),
         )
         title = f"Kept plans: {self.hits:,} of {self.hits + self.misses:,} losses had one"
         return TextTable(title, columns, tuple(tuple(row) for row in self.rows))
@@ -367,6 +392,7 @@ class PlanCache:
                 ),
                 each.missed,
                 each.recorded,
+                each.stepwise,
             )
             for each in kept
         ]
@@ -385,8 +411,10 @@ def plans() -> Plans:
     structure uses it again. So does recording, if every operator is in the table of those whose
     derivatives are known, and no hook stands on them. The table tells for each structure how many
     losses used its plan and its recording, what memory it takes (none of it holds tensors), why it
-    was new, that is what was different from the last loss of the same parameters, and why its last
-    loss was recorded anew. ``gradtrace.plans().clear()`` forgets all.
+    was new, that is what was different from the last loss of the same parameters, why its last loss
+    was recorded anew, and why its plans are executed step by step: on the CPU the compiled library
+    executes most of them in one call, from the second loss on. ``gradtrace.plans().clear()``
+    forgets all.
 
     >>> import torch, gradtrace as gt
     >>> gt.plans().clear()
@@ -427,7 +455,7 @@ def _spelling(components: Components) -> Hashable:
 
 _COUNTED = (
     *(KeptPlans, ComponentFacts, ComponentSelection, Component, Plan),
-    *(Structure, KeptRecording, ProgramFacts, Entries),
+    *(Structure, KeptRecording, ProgramFacts, Entries, KeptTable, PlanTable),
 )
 
 
