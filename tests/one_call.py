@@ -56,10 +56,11 @@ def at_once(trace: Trace, components: Any = "blocks") -> list[Leaf] | str:
     kept = table_of(trace, components)
     with torch.no_grad():
         found = kept.run(trace.program, trace.backend)
-    if found is None or kept.table is None:
+    if found is None:
         return kept.reason or "given up"
-    names = [trace.names[leaf.value] for leaf in kept.table.leaves]
-    return [_listed(name, each) for name, each in zip(names, leaf_counts(found))]
+    table, counts = found
+    names = [trace.names[leaf.value] for leaf in table.leaves]
+    return [_listed(name, each) for name, each in zip(names, leaf_counts(counts))]
 
 
 def _listed(name: str, found: Any) -> Leaf:

@@ -306,7 +306,7 @@ def test_threads_of_python_may_trace_at_once() -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 80 and trace.influence() == wanted
-    assert all(np.array_equal(each.counts, found[0].counts) for each in found)
+    assert all(np.array_equal(each[1].counts, found[0][1].counts) for each in found)
 
 
 def test_ctrl_c_is_seen_between_turns() -> None:

@@ -111,10 +111,10 @@ def _executed_at_once(
         return None
     program, backend = traced.program, traced.backend
     kept = facts.table(program, facts.plan(program, traced.rule, storage), backend)
-    sums = kept.counted(program, backend)
-    if sums is None:
+    found = kept.counted(program, backend)
+    if found is None:
         return None
-    table = Influence.of_sums(*facts.described(program), sums, kept.own)
+    table = Influence.of_sums(*facts.described(program), *found)
     return replace(table, rule=traced.rule, notes=(*traced.notes, *table.notes))
 
 

@@ -7,7 +7,7 @@ addresses of its tensors are filled in; where these lie in memory otherwise, it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,25 +44,35 @@ class KeptTable:
     attempts: int = 0
     losses: int = 0
     table: PlanTable | None = None
-    own: list[int] = field(default_factory=list)
-    _request: GroupRequest | None = None
+    _asked: tuple[GroupRequest, list[int]] | None = None
 
-    def counted(self, program: Program, backend: Backend) -> GroupSums | None:
-        """The sums of all leaves by component; None if Python is to execute the plan, as it does
-        for the first loss, since most losses are the only ones of their structure.
+    def counted(self, program: Program, backend: Backend) -> tuple[GroupSums, list[int]] | None:
+        """The sums of all leaves by component, and the number of elements that belong to each; None
+        if Python is to execute the plan, as it does for the first loss, since most losses are the
+        only ones of their structure.
         """
         self.losses += 1
         if self.losses < 2:
             return None
-        found = self.run(program, backend)
-        if found is None:
+        run = self.run(program, backend)
+        if run is None:
             return None
-        request = self._asked(program, found)
+        table, found = run
+        asked = self._asked
+        if asked is None:
+            asked = self._asked = self._ask(table)
+        request, own = asked
+        lines = request.leaves.copy()
+        lines[:, :4] = found.leaves[:, 1:]
+        tables = [found.sets[a:b] for a, b in zip(found.starts, found.starts[1:])]
+        request = request._replace(leaves=lines, tables=tables, extra=found.extra)
         counts, sums = torch.from_numpy(found.counts), torch.from_numpy(found.sums)
-        return backend.group_sums(request, counts, sums)
+        return backend.group_sums(request, counts, sums), own
 
-    def run(self, program: Program, backend: Backend) -> PlanCounts | None:
-        """The counts of all leaves; None if Python is to execute the plan."""
+    def run(self, program: Program, backend: Backend) -> tuple[PlanTable, PlanCounts] | None:
+        """The counts of all leaves, and the table of these; None if Python is to execute the plan.
+        Several threads may do so at once.
+        """
         if self.reason:
             return None
         run = self._prepared(program.constants)
@@ -73,22 +83,23 @@ class KeptTable:
             self._attempted("contributions to some elements cancel")
             return None
         run.complete(found, backend)
-        return found
+        return run.table, found
 
     def _prepared(self, constants: Constants) -> TableRun | None:
-        if self.table is not None:
-            run = TableRun(self.table, constants)
+        table = self.table
+        if table is not None:
+            run = TableRun(table, constants)
             if run.fits():
                 return run
             self._attempted("its tensors lie in memory otherwise each time")
         try:
-            self.table = None
-            self.table = None if self.reason else lowered(self.plan, constants)
+            table = None if self.reason else lowered(self.plan, constants)
         except NotCovered as error:
-            self.reason = str(error)
-        if self.table is None:
+            self.reason, table = str(error), None
+        self.table = table
+        if table is None:
             return None
-        run = TableRun(self.table, constants)
+        run = TableRun(table, constants)
         return run if run.fits() else None
 
     def _attempted(self, why: str) -> None:
@@ -96,25 +107,18 @@ class KeptTable:
         if self.attempts > MAX_ATTEMPTS:
             self.reason, self.table = why, None
 
-    def _asked(self, program: Program, found: PlanCounts) -> GroupRequest:
-        """What is asked of the sums; all but the counts is the same for every loss."""
-        assert self.table is not None
-        leaves = self.table.leaves
-        if self._request is None:
-            places = [leaf.place for leaf in leaves]
-            sizes = [leaf.size for leaf in leaves]
-            wanted = LeafSums(1, self.reach, places, np.array(sizes, float), self.bits)
-            width = self.table.words.width
-            fake = [
-                Counts(torch.empty(0), torch.empty(0), (1 << 64 * width - 1,), 0, 0) for _ in leaves
-            ]
-            self._request = ListedGroups(fake).request(range(len(leaves)), wanted)
-            names = [self.names[leaf.value] for leaf in leaves]
-            self.own = own_elements(names, places, sizes, self.reach, len(self.bits))
-        lines = self._request.leaves.copy()
-        lines[:, :4] = found.leaves[:, 1:]
-        tables = [found.sets[a:b] for a, b in zip(found.starts, found.starts[1:])]
-        return self._request._replace(leaves=lines, tables=tables, extra=found.extra)
+    def _ask(self, table: PlanTable) -> tuple[GroupRequest, list[int]]:
+        """What is asked of the sums but the counts: the same for every loss."""
+        leaves, width = table.leaves, table.words.width
+        places = [leaf.place for leaf in leaves]
+        sizes = [leaf.size for leaf in leaves]
+        wanted = LeafSums(1, self.reach, places, np.array(sizes, float), self.bits)
+        none = torch.empty(0, device="cpu")
+        rows = (1 << 64 * width - 1,)  # as wide as those that are counted
+        each = [Counts(none, none, rows, 0, 0) for _ in leaves]
+        request = ListedGroups(each).request(range(len(leaves)), wanted)
+        names = [self.names[leaf.value] for leaf in leaves]
+        return request, own_elements(names, places, sizes, self.reach, len(self.bits))
 
 
 def leaf_counts(found: PlanCounts) -> list[Counts]:
