@@ -9,11 +9,14 @@ import devices
 import measured
 import numpy as np
 import pytest
+import test_captured_pass as passes
 import torch
 from backends import plainly
 from test_aggregate import drawn
 from test_maps import KINDS
 
+import gradtrace as gt
+from gradtrace.benchmarks import cases
 from gradtrace.ir import memory
 from gradtrace.kernels import backend_of, cuda_contraction, cuda_tiling, tuning
 from gradtrace.tracing.aggregate import LeafSums, Reach, groups_of
@@ -267,3 +270,55 @@ def test_measures_of_fused_cells(recurrent: type[torch.nn.RNNBase], dtype: torch
     """Of modules they are those of the CPU, where the cells are written out."""
     wanted = plainly(measured.of_modules, "cpu", dtype, recurrent)
     measured.agree(measured.of_modules("cuda", dtype, recurrent), wanted, dtype)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("rule", ["greedy", "edge"])
+@pytest.mark.parametrize("above", [4, 512])
+def test_captured_passes(rule: str, above: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph gives the table of the pass that it was captured from, with other weights and inputs,
+    ties, zeros, and tables that are too small.
+    """
+    passes.compacting(monkeypatch, above)
+    gt.plans().clear()
+    torch.manual_seed(0)
+    model = passes.Towers().cuda()
+    for step in range(16):
+        x = torch.randn(5, 4) if step % 5 else torch.randint(-1, 2, (5, 4)).float()
+        trace = passes.traced(model, x.cuda(), rule=rule)
+        assert trace.influence() == passes.uncaptured(trace), step
+        if step == 2 and above == 4:
+            fixed = passes.captured_pass().fixed
+            fixed.capacities = [1] * len(fixed.capacities)
+        if step == 3 and above == 4:
+            assert gt.plans().rows[0].executed.endswith("more than 1")
+        passes.changed(model)
+        if step % 4 == 3:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.mul(3).round())
+    assert gt.plans().rows[0].graphs > 3
+    held = gt.plans().device_bytes
+    assert 0 < held < 1 << 30
+    gt.plans().clear()
+
+
+@on_a_gpu
+def test_a_captured_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings, attention and norms, by a graph and what is left to be done after it."""
+    pytest.importorskip("transformers")
+    passes.compacting(monkeypatch, 16)
+    gt.plans().clear()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 900, "n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 32}
+    with torch.device("cuda"):
+        model = cases.gpt2(32, **sizes).model
+    for step in range(7):
+        ids = torch.randint(0, 900, (1, 32), device="cuda")
+        with gt.watch(model) as watch:
+            loss = model(input_ids=ids, labels=ids).loss
+        trace = watch.trace(loss)
+        assert trace.influence() == passes.uncaptured(trace), step
+        passes.changed(model)
+    assert gt.plans().rows[0].graphs == 4
+    gt.plans().clear()

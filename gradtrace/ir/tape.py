@@ -10,12 +10,13 @@ functions close over; and only if the pass read no element.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from operator import attrgetter
 from threading import Lock
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodDescriptorType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -157,7 +158,7 @@ class _Expected:
         return True
 
 
-class _MapParts:
+class MapParts:
     """The seed and the maps of a program as ``parts_of`` tells them. Those that programs share are
     told by themselves.
     """
@@ -191,6 +192,41 @@ class _MapParts:
         except (AttributeError, NotReplayable):  # a map without an attribute has other parts
             return None
         return tensors if _first_places(tensors) == self.equal else None
+
+
+def replaced(held: Any, others: Mapping[int, Tensor]) -> Any:
+    """What ``parts_of`` tells of, with other tensors in the place of those with these ``id()``."""
+    if isinstance(held, Tensor):
+        return others[id(held)]
+    if type(held) in MOST_COMMON or type(held) in WITHOUT_TENSORS:
+        return held
+    if type(held) is FunctionType:
+        cells = [CellType(replaced(c.cell_contents, others)) for c in held.__closure__ or ()]
+        given = held.__code__, held.__globals__, held.__name__
+        function = FunctionType(*given, replaced(held.__defaults__, others), tuple(cells))
+        function.__kwdefaults__ = replaced(held.__kwdefaults__, others)
+        return function
+    if isinstance(held, Map):
+        found = object.__new__(type(held))
+        for name, each in attributes(held):
+            setattr(found, name, replaced(each, others))
+        return found
+    if isinstance(held, PLAIN):
+        return held
+    if isinstance(held, (tuple, list)):
+        make = getattr(held, "_make", type(held))  # of a NamedTuple, or a plain one
+        return make([replaced(each, others) for each in held])
+    if isinstance(held, dict):
+        return {key: replaced(each, others) for key, each in held.items()}
+    if is_dataclass(held) and not isinstance(held, type):
+        made = copy(held)
+        for each in fields(held):
+            object.__setattr__(made, each.name, replaced(getattr(held, each.name), others))
+        return made
+    if isinstance(held, partial):
+        args, keywords = replaced((held.args, held.keywords), others)
+        return partial(held.func, *args, **keywords)
+    return held
 
 
 def _first_places(tensors: Sequence[Tensor]) -> list[int]:
@@ -241,7 +277,7 @@ class Call(NamedTuple):
 class Tape:
     """Calls on the tensors of ``given`` maps; ``results`` are the numbers of what it returns."""
 
-    def __init__(self, given: _MapParts, calls: Sequence[Call], results: Sequence[int]) -> None:
+    def __init__(self, given: MapParts, calls: Sequence[Call], results: Sequence[int]) -> None:
         self._given, self.inputs = given, len(given.tensors)
         given.tensors = []  # not kept alive
         self.calls = _freeing(_needed(calls, results), results, self.inputs)
@@ -469,7 +505,7 @@ class Tapes:
         compute: Callable[[], tuple[Layout, list[Tensor]]],
     ) -> tuple[Layout, list[Tensor]]:
         try:
-            given = _MapParts(seed, maps)
+            given = MapParts(seed, maps)
             recorder = _Recorder(given.tensors)
             with recorder:
                 layout, tensors = compute()

@@ -104,3 +104,9 @@ def survivors(a: Matrices, b: Matrices) -> float | None:
     it.
     """
     return None if cpu_library.library() is None else cpu_contraction.survivors(a, b)
+
+
+def summing(backend: Backend) -> Backend | None:
+    """The backend that has a kernel for ``group_sums``: this one, that of the CPU, or none."""
+    found = backend if backend.sums_groups else backend_of(torch.device("cpu"))
+    return found if found.sums_groups else None

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradtrace.kernels.capture import Captured
 from gradtrace.kernels.operands import (
     ColumnLayout,
     Compressed,
@@ -218,6 +219,19 @@ class Backend(Protocol):
     def close_gaps(self, ids: Tensor, count: int) -> tuple[Tensor, Callable[[], Tensor]] | None:
         """The ids renumbered to 1, 2, ... without gaps, in order, without a sync; and a function
         that returns what ``used`` does. None if there is no kernel for it.
+        """
+
+    def gaps(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Which of the numbers below ``count`` occur, as ``flags`` reads them, and the table by
+        which ``renumber`` closes the gaps between those above 0; nothing is read from the device.
+        """
+
+    def flags(self, there: Tensor, count: int) -> Tensor:
+        """What ``gaps`` told, once it is on the CPU: a flag for each number."""
+
+    def captured(self, run: Callable[[], object]) -> Captured | None:
+        """The launches of ``run``, which are noted and not made; None where there is nothing like
+        it. Raises ``NotCapturable``.
         """
 
     def renumber(self, ids: Tensor, table: Tensor) -> Tensor:

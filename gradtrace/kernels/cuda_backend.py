@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradtrace.kernels import (
     cuda_contraction,
+    cuda_graph,
     cuda_half_products,
     cuda_ids,
     cuda_launch,
@@ -23,6 +24,7 @@ from gradtrace.kernels import (
     cuda_top_k,
     tuning,
 )
+from gradtrace.kernels.capture import Captured
 from gradtrace.kernels.cuda_batched_tally import BatchedTally, batchable
 from gradtrace.kernels.cuda_launch import KINDS, STEPS, WIDE
 from gradtrace.kernels.operands import (
@@ -178,6 +180,17 @@ class Cuda(Reference):
             return None
         found, copy = self.renumber(ids, cuda_ids.closed(bits, count)), AsyncCopy(bits)
         return found, lambda: _flags(copy.read(), count)
+
+    def gaps(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        bits = cuda_ids.used(ids, count)
+        bits = cuda_ids.used(ids.contiguous(), count) if bits is None else bits
+        return super().gaps(ids, count) if bits is None else (bits, cuda_ids.closed(bits, count))
+
+    def flags(self, there: Tensor, count: int) -> Tensor:
+        return there if there.dtype is torch.bool else _flags(there, count)
+
+    def captured(self, run: Callable[[], object]) -> Captured | None:
+        return cuda_graph.capture(self.device, run)
 
     def renumber(self, ids: Tensor, table: Tensor) -> Tensor:
         table = table.to(ids.device, non_blocking=True)

@@ -154,6 +154,10 @@ class WorkspaceCache(threading.local):
                 self.tensors[key] = size, found
         return found
 
+    def taken(self, device: torch.device, stream: int) -> Tensor | None:
+        """The workspace of a stream, which is not cached any more."""
+        return self.tensors.pop((device.index, stream), (0, None))[1]
+
 
 WORKSPACES = WorkspaceCache()
 

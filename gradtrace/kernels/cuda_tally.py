@@ -140,3 +140,8 @@ def _work(device: torch.device, words: int) -> Tensor:
         if words <= tuning.CACHED_WORDS:
             _WORK[device, stream] = found
     return found
+
+
+def taken(device: torch.device, stream: int) -> Tensor | None:
+    """The workspace of a stream, which is not cached any more."""
+    return _WORK.pop((device, stream), None)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import exact_sums, plain_contraction, plain_selection, tuning
+from gradtrace.kernels.capture import Captured
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import (
     ColumnLayout,
@@ -133,6 +134,17 @@ class Reference:
         return flags.index_fill_(0, ids.reshape(-1).long(), True).cpu()
 
     def close_gaps(self, ids: Tensor, count: int) -> tuple[Tensor, Callable[[], Tensor]] | None:
+        return None
+
+    def gaps(self, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        flags = torch.zeros(count, dtype=torch.bool, device=ids.device)
+        flags.index_fill_(0, ids.reshape(-1).long(), True)[:1] = False
+        return flags, torch.where(flags, flags.cumsum(0), 0).int()
+
+    def flags(self, there: Tensor, count: int) -> Tensor:
+        return there
+
+    def captured(self, run: Callable[[], object]) -> Captured | None:
         return None
 
     def renumber(self, ids: Tensor, table: Tensor) -> Tensor:

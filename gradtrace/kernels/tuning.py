@@ -98,3 +98,21 @@ PAIRED_SUMS_MAX_ELEMENTS = 4096
 
 CACHED_BINARIES = 64
 """The most compiled kernels of all versions and GPUs that are kept in the user's cache folder."""
+
+SUMMED_ON_HOST_MAX_COUNTS = 1 << 16
+"""Up to this many counts above 0, by leaf and set of components, the CPU adds up what a GPU has
+counted."""
+
+# Captured passes ---------------------------------------------------------------------------------
+
+CAPTURED_AFTER_LOSSES = 3
+"""With which loss of one plan its pass gets fixed sizes; it is captured with the next."""
+
+CAPTURED_MAX_BYTES = 1 << 31
+"""The most bytes of a device for one captured pass, with the copies of its operands."""
+
+CAPTURED_MAX_PASSES = 4
+"""The most captured passes at a time."""
+
+CAPTURED_AGAIN_AFTER_LOSSES = 50
+"""After so many more losses a pass is captured again that was freed for others."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.kernels import Backend
+from gradtrace.kernels import Backend, summing, tuning
 from gradtrace.kernels.operands import Floats, GroupRequest, GroupSums, Whole, Words
 from gradtrace.tracing.provenance import words_of
 
@@ -305,7 +305,9 @@ class ListedGroups(NamedTuple):
     def added(self, wanted: LeafSums, backend: Backend) -> GroupSums:
         """``Groups.added``."""
         counts, sums, starts = joined_counts(self.found, HOST)
-        return backend.group_sums(self.request(starts, wanted), counts, sums)
+        kernel = summing(backend)
+        assert kernel is not None
+        return kernel.group_sums(self.request(starts, wanted), counts, sums)
 
     def request(self, starts: Sequence[int], wanted: LeafSums) -> GroupRequest:
         """What is asked of the backend, given where the counts of each leaf begin."""
@@ -355,8 +357,24 @@ def _by_bit(bits: list[int], width: int) -> tuple[Whole, Whole]:
 
 
 def grouped(found: Sequence[Counts], backend: Backend) -> Groups | ListedGroups:
-    """The counts of all leaves, listed for a backend that can sum them so."""
-    return ListedGroups(found) if backend.sums_groups else groups_of(found)
+    """The counts of all leaves, listed for a backend that can sum them so. A GPU takes longer to
+    add up few counts, in many calls, than to send them to the CPU.
+    """
+    if backend.sums_groups:
+        return ListedGroups(found)
+    if found and summing(backend) is not None:
+        counts, sums, starts = joined_counts(found, HOST)
+        used = int(counts.count_nonzero())  # of as many, however much room their tables have
+        if used <= tuning.SUMMED_ON_HOST_MAX_COUNTS:
+            here = zip(found, starts)
+            return ListedGroups([_at(each, counts, sums, start) for each, start in here])
+    return groups_of(found)
+
+
+def _at(found: Counts, counts: Tensor, sums: Tensor, start: int) -> Counts:
+    """Counts that lie elsewhere, beside those of other leaves."""
+    size = len(found.counts) if found.size is None else found.size
+    return found._replace(counts=counts, sums=sums, start=start, size=size)
 
 
 def groups_of(found: Sequence[Counts]) -> Groups:
@@ -405,21 +423,38 @@ def joined_counts(
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Counts and sums concatenated, shared tensors once, and each leaf's offset."""
     begins: dict[int, int] = {}
-    counts = [torch.zeros(0, dtype=torch.int64, device=device)]
-    sums = [torch.zeros(0, dtype=torch.float64, device=device)]
+    parts: list[tuple[Tensor, Tensor]] = []
     places, total = [], 0
     for each in found:
         begin = begins.get(id(each.counts))
         if begin is None:
             begin = begins[id(each.counts)] = total
             total += len(each.counts)
-            near = each.counts.device == device
-            counts.append(each.counts if near else each.counts.to(device))
-            sums.append(each.sums if near else each.sums.to(device))
+            parts.append((each.counts, each.sums))
         places.append(begin + each.start)
-    if len(counts) == 2:  # of a sample: one for all leaves
-        return counts[1], sums[1], places
-    return torch.cat(counts), torch.cat(sums), places
+    if not parts:
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return none, none.double(), places
+    if all(counts.device == device for counts, _ in parts):
+        if len(parts) == 1:  # of a sample: one for all leaves
+            return *parts[0], places
+        return torch.cat([c for c, _ in parts]), torch.cat([s for _, s in parts]), places
+    return *_sent(parts, device), places
+
+
+def _sent(parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Counts and sums on another device, with one copy from each."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for where in dict.fromkeys(counts.device for counts, _ in parts):
+        here = [n for n, (counts, _) in enumerate(parts) if counts.device == where]
+        bits = [parts[n][1].view(torch.int64) for n in here]
+        both = torch.cat([*[parts[n][0] for n in here], *bits]).to(device)
+        sizes = [len(x) for x in bits]
+        lines = torch.split(both, [*sizes, *sizes])
+        for n, counts, sums in zip(here, lines, lines[len(here) :]):
+            found[n] = counts, sums.view(torch.float64)
+    order = [found[n] for n in range(len(parts))]
+    return torch.cat([c for c, _ in order]), torch.cat([s for _, s in order])
 
 
 def joined_rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:

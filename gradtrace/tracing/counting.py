@@ -7,6 +7,7 @@ elements or rows: these are followed, or counted, one by one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,6 +33,7 @@ from gradtrace.paths.paths import sampled
 from gradtrace.paths.tensor_paths import TensorPaths
 from gradtrace.pytorch.wrapped_modules import within
 from gradtrace.tracing.aggregate import HOST
+from gradtrace.tracing.captured_pass import captured
 from gradtrace.tracing.coverage import Coverage, measured, of_paths
 from gradtrace.tracing.executor import TracedLeaf, execute
 from gradtrace.tracing.followed import FollowedPaths, follow_paths
@@ -42,9 +44,9 @@ from gradtrace.tracing.moments import Drawn, seed_of, unit_of
 from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.provenance import ProvenanceTable
-from gradtrace.tracing.tally import Tally
+from gradtrace.tracing.tally import Tally, with_gradient
 from gradtrace.tracing.traced_program import TracedProgram, indices
-from gradtrace.tracing.traced_value import TracedValue, thinned
+from gradtrace.tracing.traced_value import TracedValue
 from gradtrace.tracing.uniform_tally import UniformTally
 
 Leaves = str | Sequence[str]
@@ -86,10 +88,23 @@ def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
             return replace(table, notes=(*traced.notes, *table.notes))
         if (executed := _executed_at_once(traced, facts, storage)) is not None:
             return executed
-        tally = Tally(facts, traced.program, traced.pairs, traced.backend, storage.batch_bytes)
-        for found, gradient in _traced_leaves(traced, facts, storage):
-            tally.add(found, gradient)
-        return tally.result(traced.rule, "count", traced.notes)
+        with _captured(traced, facts, storage) as tally:
+            if tally is None:
+                parts = facts, traced.program, traced.pairs, traced.backend
+                tally = Tally(*parts, storage.batch_bytes)
+                for found, gradient in _traced_leaves(traced, facts, storage):
+                    tally.add(found, gradient)
+            return tally.result(traced.rule, "count", traced.notes)
+
+
+def _captured(
+    traced: TracedProgram, facts: ComponentFacts, storage: Storage
+) -> AbstractContextManager[Tally | None]:
+    """The counts of all leaves by a graph of launches, if there is one."""
+    if traced.granularity != "scalar" or traced.pairs > 1 or not traced.backend.synchronises:
+        return nullcontext()
+    plan = facts.plan(traced.program, traced.rule, storage)
+    return captured(facts, plan, traced.program, traced.backend)
 
 
 def _uniform_tally(
@@ -151,14 +166,7 @@ def _traced_leaves(
             if rule == "viterbi":
                 yield found, nearby(found.leaf.gradient(), backend.device)
             else:
-                gradient = found.state.value
-                if gradient is None:  # it was deferred until here
-                    state = thinned(found.state)
-                    if state.sparse is None:
-                        gradient = nearby(found.leaf.gradient(), backend.device)
-                        state = state._replace(value=gradient)
-                    found = found._replace(state=state)
-                yield found, gradient
+                yield with_gradient(found, backend)
         return
     pairs = Pairs.follow(program, traced.pairs)
     leaves = execute_pairs(program, rule, pairs, facts, storage, backend)

@@ -40,6 +40,7 @@ from gradtrace.kernels.path_table import PathTable
 from gradtrace.paths.path_mass import MassPlan, plan_mass
 from gradtrace.recording.kept_recordings import RECORDINGS, KeptRecording
 from gradtrace.tracing.aggregate import Reach
+from gradtrace.tracing.captures import Slot
 from gradtrace.tracing.plan_run import KeptTable, table_of
 from gradtrace.tracing.plan_table import PlanTable
 from gradtrace.tracing.provenance import words_of
@@ -97,6 +98,7 @@ class ComponentFacts:
         self._tables: dict[int, KeptTable] = {}  # likewise
         self._mass_plan: MassPlan | None = None
         self.mass_tapes = Tapes()
+        self.captures: dict[int, Slot] = {}  # by id of the plan
         self._owners: dict[int, int] | None = None
 
     def plan(self, program: Program, rule: str, storage: Storage) -> Plan:
@@ -265,6 +267,11 @@ class KeptPlans:
         return "; ".join(dict.fromkeys(table.reason for table in tables if table.reason))
 
     @property
+    def captures(self) -> list[Slot]:
+        """Whether the plans have captured passes."""
+        return [slot for facts in self._facts.values() for slot in facts.captures.values()]
+
+    @property
     def plans(self) -> int:
         """The number of plans, by components and rule."""
         return sum(len(facts.plans) + len(facts.pair_plans) for facts in self._facts.values())
@@ -274,7 +281,9 @@ class PlanRow(NamedTuple):
     """A structure that is kept: how many operators, leaves and plans it has, for how many losses it
     was used again and for how many of these recording too, how many bytes it takes, why it was new,
     why the last loss was recorded anew (empty if it was not), and why Python executes its plans
-    step by step, and not the compiled library in one call (empty where that was not tried).
+    step by step, and not the compiled library in one call (empty where that was not tried). On a
+    GPU, how many losses were executed by a graph of launches, how many bytes of the GPU these
+    graphs hold, and why the last loss was not (empty if it was, and where there are no graphs).
     """
 
     operators: int
@@ -286,6 +295,9 @@ class PlanRow(NamedTuple):
     missed: str
     recorded: str
     stepwise: str
+    graphs: int = 0
+    device_bytes: int = 0
+    executed: str = ""
 
 
 @dataclass(frozen=True)
@@ -301,16 +313,26 @@ class Plans(RowSequence[PlanRow], Tabular):
         """The memory that all of them take."""
         return sum(row.bytes for row in self.rows)
 
+    @property
+    def device_bytes(self) -> int:
+        """The memory of GPUs that all of them take."""
+        return sum(row.device_bytes for row in self.rows)
+
     def table(self) -> TextTable:
         """One row for each structure."""
         columns = (
-            *(TextColumn(name, "count") for name in PlanRow._fields[:-3]),
+            *(TextColumn(name, "count") for name in PlanRow._fields[:6]),
             TextColumn("new because"),
             TextColumn("recorded because"),
             TextColumn("in steps because"),
         )
+        rows: list[tuple[object, ...]] = [row[:9] for row in self.rows]
+        if any(row.graphs or row.executed for row in self.rows):
+            names = TextColumn("graphs", "count"), TextColumn("bytes of the GPU", "count")
+            columns = (*columns, *names, TextColumn("no graph because"))
+            rows = [tuple(row) for row in self.rows]
         title = f"Kept plans: {self.hits:,} of {self.hits + self.misses:,} losses had one"
-        return TextTable(title, columns, tuple(tuple(row) for row in self.rows))
+        return TextTable(title, columns, tuple(rows))
 
     def clear(self) -> None:
         """Forget all plans and recordings, and how often they were used."""
@@ -393,10 +415,21 @@ class PlanCache:
                 each.missed,
                 each.recorded,
                 each.stepwise,
+                *_graphs(each.captures),
             )
             for each in kept
         ]
         return Plans(tuple(rows), hits, misses)
+
+
+def _graphs(slots: Sequence[Slot]) -> tuple[int, int, str]:
+    """How many losses were executed by graphs, the bytes that these hold, and why the last was
+    not.
+    """
+    made = [slot.made for slot in slots if slot.made is not None]
+    reasons = [slot.reason for slot in slots if slot.reason]
+    replays, held = sum(slot.replays for slot in slots), sum(each.nbytes for each in made)
+    return replays, held, reasons[-1] if reasons else ""
 
 
 KEPT = PlanCache()
@@ -413,8 +446,9 @@ def plans() -> Plans:
     losses used its plan and its recording, what memory it takes (none of it holds tensors), why it
     was new, that is what was different from the last loss of the same parameters, why its last loss
     was recorded anew, and why its plans are executed step by step: on the CPU the compiled library
-    executes most of them in one call, from the second loss on. ``gradtrace.plans().clear()``
-    forgets all.
+    executes most of them in one call, from the second loss on. On a GPU small passes are captured
+    as graphs of launches, which do hold memory of the GPU; the table tells how much.
+    ``gradtrace.plans().clear()`` forgets all.
 
     >>> import torch, gradtrace as gt
     >>> gt.plans().clear()

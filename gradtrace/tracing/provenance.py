@@ -8,7 +8,7 @@ sets. So a set may have any number of bits, and adding a bit to all elements cos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import and_, or_
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from gradtrace.kernels import Backend
+from gradtrace.kernels.capture import NotCapturable
+from gradtrace.tracing import fixed_pass
+from gradtrace.tracing.fixed_pass import FixedPass
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.intp]
@@ -55,14 +58,21 @@ class PackedSets(Sequence[int]):
     """Provenance sets as 64-bit words, the lowest first: (sets, words). Read-only.
 
     ``bounds`` is given where all sets are known to be distinct. ``words`` may be a function, called
-    at the first access: reading a result of the GPU then synchronises.
+    at the first access: reading a result of the GPU then synchronises. ``fitted``: ``compact`` made
+    it, and it has not grown since.
     """
 
-    __slots__ = ("_words", "bounds")
+    __slots__ = ("_words", "bounds", "fitted")
 
-    def __init__(self, words: Words | Callable[[], Words], bounds: Bounds | None = None) -> None:
+    def __init__(
+        self,
+        words: Words | Callable[[], Words],
+        bounds: Bounds | None = None,
+        fitted: bool = False,
+    ) -> None:
         self._words = words
         self.bounds = bounds
+        self.fitted = fitted
 
     @property
     def words(self) -> Words:
@@ -84,6 +94,37 @@ class PackedSets(Sequence[int]):
             return iter(self.words[:, 0].tolist())
         line, step = self.words.astype("<u8").tobytes(), 8 * self.words.shape[1]
         return (int.from_bytes(line[n : n + step], "little") for n in range(0, len(line), step))
+
+
+class FixedSets(PackedSets):
+    """Sets whose number is fixed, though which they are follows from what a pass of fixed sizes
+    finds; the last ones are of no element.
+    """
+
+    __slots__ = ("_make", "_size")
+
+    def __init__(
+        self,
+        fixed: FixedPass,
+        make: Callable[[], Words],
+        bounds: Bounds | None,
+        size: int,
+        fitted: bool = False,
+    ) -> None:
+        super().__init__(make, bounds, fitted)
+        self._make, self._size = make, size
+        fixed.register(self)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def forget(self) -> None:
+        """Make them anew at the next access."""
+        self._words = self._make
+
+
+def _is_fixed(rows: Sequence[int]) -> bool:
+    return isinstance(rows, FixedSets)
 
 
 def words_of(rows: Sequence[int], extra: int = 0, width: int = 1) -> Words:
@@ -165,13 +206,21 @@ class ProvenanceTable(NamedTuple):
         if self.rows is other.rows and self.extra == other.extra:
             return self, 0
         count = len(self.rows)
+        fixed = fixed_pass.current()
+        if fixed is not None and (_is_fixed(self.rows) or _is_fixed(other.rows)):
+            make, size = partial(self._beside, other), count + len(other.rows)
+            return ProvenanceTable(FixedSets(fixed, make, self._bounds(other), size)), count
         if count + len(other.rows) <= TUPLE_MAX_ROWS:
             return ProvenanceTable((*self._whole(), *other._whole())), count
-        width = max(1, _width(*self), _width(*other))
+        return ProvenanceTable(PackedSets(self._beside(other), self._bounds(other))), count
+
+    def _beside(self, other: ProvenanceTable) -> Words:
+        """The sets of both, one after the other."""
+        count, width = len(self.rows), max(1, _width(*self), _width(*other))
         found = np.empty((count + len(other.rows), width), np.uint64)
         _write(*self, found[:count])
         _write(*other, found[count:])
-        return ProvenanceTable(PackedSets(found, self._bounds(other))), count
+        return found
 
     def _bounds(self, other: ProvenanceTable) -> Bounds | None:
         """Bounds of the concatenation."""
@@ -199,10 +248,14 @@ def compact(
     ids: Tensor, provenance: ProvenanceTable, backend: Backend
 ) -> tuple[Tensor, ProvenanceTable]:
     """Remove duplicate and unused entries from a large table, and renumber the ids."""
+    if isinstance(provenance.rows, PackedSets) and provenance.rows.fitted:
+        return ids, provenance
     count = len(provenance.rows)
     if count <= COMPACT_ABOVE_ENTRIES:
         return ids, provenance
-    bounds = _bounds(*provenance)
+    bounds, fixed = _bounds(*provenance), fixed_pass.current()
+    if fixed is not None:
+        return _fitted(ids, provenance, bounds, fixed)
     closed = None if bounds is None else backend.close_gaps(ids, count + 1)
     if closed is not None and bounds is not None:
         renumbered, flags = closed
@@ -210,7 +263,7 @@ def compact(
         def words() -> Words:  # reads back which entries are used
             return _selected(provenance, np.flatnonzero(flags().numpy()[1:]))
 
-        return renumbered, ProvenanceTable(PackedSets(words, bounds))
+        return renumbered, ProvenanceTable(PackedSets(words, bounds, fitted=True))
     there = backend.used(ids, count + 1).numpy()
     there[0] = False
     used = np.flatnonzero(there[1:])
@@ -230,6 +283,25 @@ def compact(
     return backend.renumber(ids, torch.from_numpy(table)), smaller
 
 
+def _fitted(
+    ids: Tensor, provenance: ProvenanceTable, bounds: Bounds | None, fixed: FixedPass
+) -> tuple[Tensor, ProvenanceTable]:
+    """``compact`` into a table of fixed capacity."""
+    if bounds is None:
+        raise NotCapturable("two sets of components may be the same")
+    count, backend = len(provenance.rows), fixed.backend
+    table, capacity, number = fixed.table(*backend.gaps(ids, count + 1), count + 1)
+
+    def words() -> Words:
+        found = _selected(provenance, np.flatnonzero(fixed.used(number).numpy()[1:]))
+        rest = np.zeros((capacity - len(found), found.shape[1]), np.uint64)
+        rest[:, :1] = 1  # as if there were a path
+        return np.concatenate([found, rest])
+
+    rows = FixedSets(fixed, words, bounds, capacity, fitted=True)
+    return backend.renumber(ids, table), ProvenanceTable(rows)
+
+
 def _selected(provenance: ProvenanceTable, used: Ints) -> Words:
     """The rows ``used`` of a table, with ``extra`` added."""
     sets = words_of(provenance.rows, 0, _width(*provenance)).take(used, 0)
@@ -245,7 +317,7 @@ def _rows(sets: Words, bounds: Bounds | None) -> Sequence[int]:
         bounds = Bounds(
             *PackedSets(np.stack([np.bitwise_and.reduce(sets), np.bitwise_or.reduce(sets)]))
         )
-    return PackedSets(sets, bounds)
+    return PackedSets(sets, bounds, fitted=True)
 
 
 def distinct(words: Words) -> tuple[Ints, Ints] | None:
@@ -284,6 +356,7 @@ def sliced(
     ids: Tensor, provenance: ProvenanceTable, dim: int, bits: list[int], backend: Backend
 ) -> tuple[Tensor, ProvenanceTable]:
     """Add ``bits[k]`` to the provenance of slice k along a dimension."""
+    fixed_pass.refuse("labelled slices")
     # by identity: ints of one bit have few distinct hashes, and each name has one int object
     ones = {id(each): each for each in bits}
     kinds, places = list(ones.values()), {each: n for n, each in enumerate(ones)}

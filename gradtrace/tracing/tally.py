@@ -17,14 +17,21 @@ from gradtrace.kernels import Backend, LeafBatch, tuning
 from gradtrace.kernels.exact_sums import summed
 from gradtrace.kernels.operands import Floats, GroupSums
 from gradtrace.linops import Reduce
-from gradtrace.linops.indexing import laid, repeated
+from gradtrace.linops.indexing import laid, nearby, repeated
 from gradtrace.paths.path_forest import PathProvenance
+from gradtrace.tracing import fixed_pass
 from gradtrace.tracing.aggregate import Counts, LeafSums, grouped, own_elements
 from gradtrace.tracing.executor import TracedLeaf
 from gradtrace.tracing.influence import Influence, Weight
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.moments import NOTHING_DRAWN, Drawn, KnownVariance, drawn_variances
-from gradtrace.tracing.traced_value import PendingContribution, TracedValue, cancelled, materialise
+from gradtrace.tracing.traced_value import (
+    PendingContribution,
+    TracedValue,
+    cancelled,
+    materialise,
+    thinned,
+)
 
 SAMPLED_MAX_COUNTS = 1 << 22
 """The most counts, by leaf and set of components, of sampled elements that are added up at once."""
@@ -168,12 +175,17 @@ class Tally:
         at = None if jobs is None else jobs.measure(gradient)
         if jobs is None or at is None:
             count, size = self.backend.measure(gradient)
+            if fixed_pass.current() is not None:
+                leaf.found = Counts(count.reshape(1), size.reshape(1), rows, extra, pair)
+                self.uniform += [uniform] if state.parts else []
+                return
             missed = uniform.missed(int(count), self.backend) if state.parts else None
             count = count if missed is None else count + missed
             leaf.found = Counts(count.reshape(1), size.reshape(1), rows, extra, pair)
             return
         if state.parts:
             self.uniform.append(uniform)
+        if state.parts and fixed_pass.current() is None:  # else all stay until the end
             self.held_bytes += sum(x.nbytes for x in (gradient, *(part.x for part in state.parts)))
         self._enqueue(jobs, PendingLeaf(leaf, rows, extra, pair, 0, at, 1))
 
@@ -221,6 +233,10 @@ class Tally:
         elif jobs.full(self.room - self.held_bytes):
             self._flush()
 
+    def count_pending(self) -> None:
+        """Count the pending leaves, but not yet their elements that are 0 and have a path."""
+        self._flush()
+
     def _flush(self) -> None:
         """Count the pending leaves."""
         if self.jobs is not None and self.pending:
@@ -239,6 +255,7 @@ class Tally:
             missed = uniform.missed(number, self.backend)
             if missed is not None:
                 mine = slice(each.start, each.start + 1)
+                missed = missed.to(each.counts.device)
                 counts, sums = each.counts[mine] + missed, each.sums[mine]
                 uniform.leaf.found = each._replace(counts=counts, sums=sums, start=0, size=None)
         self.uniform.clear()
@@ -341,6 +358,18 @@ class Tally:
         return found
 
 
+def with_gradient(found: TracedLeaf, backend: Backend) -> tuple[TracedLeaf, Tensor | None]:
+    """A leaf with its gradient, which may have been deferred; None of those that are sparse."""
+    gradient = found.state.value
+    if gradient is None:
+        state = thinned(found.state)
+        if state.sparse is None:
+            gradient = nearby(found.leaf.gradient(), backend.device)
+            state = state._replace(value=gradient)
+        found = found._replace(state=state)
+    return found, gradient
+
+
 def _first_counts(found: Sequence[Counts]) -> list[int]:
     """The first count of each leaf, with one sync; most share one tensor of counts."""
     places, tensors, total = dict[int, int](), list[Tensor](), 0
@@ -349,6 +378,8 @@ def _first_counts(found: Sequence[Counts]) -> list[int]:
             places[id(each.counts)] = total
             tensors.append(each.counts)
             total += len(each.counts)
+    if len({x.device for x in tensors}) > 1:
+        tensors = [x.cpu() for x in tensors]
     read: list[int] = torch.cat(tensors).tolist()
     return [read[places[id(each.counts)] + each.start] for each in found]
 

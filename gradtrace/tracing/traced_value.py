@@ -14,6 +14,7 @@ from gradtrace.linops.base import PROBED_ELEMENTS
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings import MAX
 from gradtrace.semirings.base import wide
+from gradtrace.tracing import fixed_pass
 from gradtrace.tracing.provenance import COMPACT_ABOVE_ENTRIES, ProvenanceTable
 
 ROW_COST_ELEMENTS = 64
@@ -283,6 +284,10 @@ def cancelled(
     parts: tuple[PendingContribution, ...], value: Tensor, backend: Backend
 ) -> Tensor | None:
     """Which elements of a sum are 0 although a contribution is not; None if there are none."""
+    fixed = fixed_pass.current()
+    if fixed is not None:
+        fixed.assume_not(_may_cancel(parts, value), "elements whose contributions cancel")
+        return None
     if len(parts) == 1 and (sent := parts[0].sent_to_zeros(value)) is not None:
         if not len(sent):
             return None
@@ -302,6 +307,18 @@ def cancelled(
     found = torch.zeros(value.numel(), dtype=torch.bool, device=value.device)
     found[at] = reached
     return found.reshape(value.shape)
+
+
+def _may_cancel(parts: tuple[PendingContribution, ...], value: Tensor) -> Tensor:
+    """Whether any element of a sum is 0 that may get a contribution, as a tensor."""
+    zero = value == 0
+    if len(parts) > 1 and not any(part.single for part in parts):
+        there = parts[0].value() != 0
+        for part in parts[1:]:
+            there = there | (part.value() != 0)
+        return (zero & there.reshape(zero.shape)).any()
+    possible = _may_be_nonzero(parts)
+    return (zero if possible is None else zero & possible.reshape(zero.shape)).any()
 
 
 def _zeros_of_sum(
