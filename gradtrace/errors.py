@@ -56,6 +56,19 @@ def needs(what: str, *packages: str) -> str:
     return f"{what} needs {named}, which {verb} not installed: pip install {' '.join(packages)}"
 
 
+def reason_of(error: BaseException) -> str:
+    """The text of an exception; where it has none, or none that can be read, its type.
+
+    >>> reason_of(ValueError("too long")), reason_of(AssertionError())
+    ('too long', 'AssertionError, which came without a text')
+    """
+    kind = type(error).__name__
+    try:
+        return str(error) or f"{kind}, which came without a text"
+    except Exception:
+        return f"{kind}, whose text cannot be read"
+
+
 class GradtraceError(Exception):
     """The base class of gradtrace's errors; the text is always printable."""
 

@@ -578,3 +578,73 @@ def test_tables_that_are_read_are_checked(kind: str) -> None:
     for broken in ({}, [], data | {next(iter(data)): 3}, dict(list(data.items())[1:])):
         with pytest.raises(GradtraceError, match="this is no "):
             type(table).from_dict(broken)
+
+
+# Code of the user's ---------------------------------------------------------------------------
+
+
+def through(backward: Callable[[Tensor], Any]) -> Tensor:
+    """A loss behind a ``torch.autograd.Function`` with this backward."""
+
+    class Middle(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return backward(grad)
+
+    return (Middle.apply(leaf(3)) * torch.tensor([1.0, -2.0, 3.0])).sum()
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raises(error: type[BaseException]) -> Callable[[Tensor], Any]:
+    def backward(grad: Tensor) -> Any:
+        raise error
+
+    return backward
+
+
+@both
+@pytest.mark.parametrize("thing", ["x", 3.0, [leaf(3)], {1: leaf(3)}], ids=type)
+def test_code_that_returns_no_tensor(ask: Callable[..., Any], thing: Any) -> None:
+    said = f"returned a {type(thing).__name__}, where PyTorch takes tensors and None; return a"
+    with pytest.raises(
+        Unsupported, match=f"MiddleBackward cannot be followed: its backward {said}"
+    ):
+        ask(through(lambda grad: thing))
+    for register in ("register_hook", "register_prehook"):
+        x = leaf(3) * 2
+        getattr(x.grad_fn, register)(lambda *_: thing)
+        with pytest.raises(
+            Unsupported, match=f"MulBackward0 cannot be followed: a hook on it {said}"
+        ):
+            ask(x.sum())
+
+
+@both
+def test_exceptions_without_a_text(ask: Callable[..., Any]) -> None:
+    advice = "; look at the backward of that torch.autograd.Function"
+    for error in (AssertionError, StopIteration):
+        said = f"MiddleBackward failed: {error.__name__}, which came without a text{advice}"
+        with pytest.raises(GradtraceError, match=said):
+            ask(through(raises(error)))
+    with pytest.raises(
+        GradtraceError, match="MiddleBackward failed: Mute, whose text cannot be re"
+    ):
+        ask(through(raises(Mute)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_without_a_common_shape() -> None:
+    parts = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], requires_grad=True)
+    loss = torch.nested.to_padded_tensor(parts * 2, 0.0).sum()
+    for ask in (gt.graph, gt.backward, gt.trace, gt.program):
+        with pytest.raises(Unsupported, match=r"works on nested tensors.*pad before") as caught:
+            ask(loss)
+        assert "file an issue" not in str(caught.value) and "variant" not in str(caught.value)

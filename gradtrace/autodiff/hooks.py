@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace.autodiff.nodes import Grads, Node, engine_cotangents, explain, is_python, name_of
+from gradtrace.autodiff.nodes import (
+    Grads,
+    Node,
+    engine_cotangents,
+    explain,
+    is_python,
+    name_of,
+    refuse_no_tensors,
+)
 from gradtrace.errors import GradtraceError, Unsupported
 
 _OWN_HANDLES = [0]
@@ -154,6 +162,7 @@ def _run(hooks: Iterable[Callable[..., Any]], found: Grads, *others: Grads) -> G
         changed = hook(found := tuple(found), *others)
         if changed is not None:
             found = changed if isinstance(changed, tuple) else (changed,)
+            refuse_no_tensors(found, "a hook on it")
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -16,7 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from gradtrace.errors import FreedGraph, GradtraceError, NoGraph, TooLarge, Unsupported
+from gradtrace.errors import (
+    FreedGraph,
+    GradtraceError,
+    NoGraph,
+    TooLarge,
+    Unsupported,
+    reason_of,
+)
 from gradtrace.pytorch import internals, memory_limits
 from gradtrace.pytorch.side_effects import function_code
 from gradtrace.types import Shape
@@ -167,7 +175,10 @@ def reaches_leaf(node: Node | None) -> bool:
 
 def shapes_of(node: Node) -> tuple[Shape, ...]:
     """The shape of each output of the operator, which is the shape of each cotangent it takes."""
-    return tuple(tuple(meta.shape) for meta in node._input_metadata)
+    try:
+        return tuple(tuple(meta.shape) for meta in node._input_metadata)
+    except RuntimeError as error:  # nested tensors have none
+        raise explain(error, node, "") from error
 
 
 def bytes_of(node: Node) -> int:
@@ -362,11 +373,22 @@ def _apply(node: Node, grads: Grads) -> Grads:
         with function_code(node, grads, leaves):
             outs = type(node).apply(node, *grads)  # not node.apply: see engine_cotangents
     outs = outs if isinstance(outs, tuple) else (outs,)
+    refuse_no_tensors(outs, "its backward")
     needs = node.needs_input_grad
     if len(outs) < len(needs) or any(out is not None for out in outs[len(needs) :]):
         raise _Refused(f"its backward must return {len(needs)} gradients, and returned {len(outs)}")
     wanted = iter([out for out, need in zip(outs, needs) if need])
     return tuple(None if child is None else next(wanted, None) for child, _ in edges_of(node))
+
+
+def refuse_no_tensors(found: Iterable[object], who: str) -> None:
+    """Raise if code of the user's has returned anything but tensors and None."""
+    for each in found:
+        if each is not None and not isinstance(each, Tensor):
+            raise _Refused(
+                f"{who} returned a {type(each).__name__}, where PyTorch takes tensors and None; "
+                "return a tensor, or a tuple of them for several arguments"
+            )
 
 
 class _Refused(Exception):
@@ -411,7 +433,7 @@ def engine_cotangents(node: Node, grads: Grads) -> Grads:
 def explain(error: Exception, node: Node, where: str) -> GradtraceError:
     """Convert an exception raised by a node to one that names the operator and gives advice."""
     at = f"{name_of(node)}{where}"
-    text = str(error)
+    text = _ASKS_FOR_A_REPORT.sub("", reason_of(error))
     if memory_limits.ran_out(error):
         return TooLarge(
             f"{at} ran out of memory{memory_limits.shortfall(error)}; trace fewer samples at a "
@@ -422,7 +444,12 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
     for words, kind, message in CAUSES:
         if any(word in text.lower() for word in words):
             return kind(message.format(at=at, text=text))
-    return GradtraceError(f"{at} failed: {text}")
+    advice = "; look at the backward of that torch.autograd.Function" if is_python(node) else ""
+    return GradtraceError(f"{at} failed: {text}{advice}")
+
+
+_ASKS_FOR_A_REPORT = re.compile(r"\s*[Pp]lease (file an issue|report a bug)[^.]*\.?")
+"""What PyTorch adds to errors of its own making; the reader of ours has nothing to report there."""
 
 
 CAUSES: tuple[tuple[tuple[str, ...], type[GradtraceError], str], ...] = (
@@ -450,7 +477,7 @@ CAUSES: tuple[tuple[tuple[str, ...], type[GradtraceError], str], ...] = (
         Unsupported,
         "{at} works on nested tensors, whose elements have no common shape and cannot be followed; "
         "pad before (torch.nested.to_padded_tensor, nn.utils.rnn.pad_sequence), or work on the "
-        "parts one by one ({text})",
+        "parts one by one",
     ),
     (
         ("sparse",),

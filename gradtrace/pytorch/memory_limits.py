@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from gradtrace.errors import reason_of
+
 ROOT = Path("/")
 """The folder that contains ``proc`` and ``sys``."""
 
@@ -186,7 +188,7 @@ def ran_out(error: BaseException) -> bool:
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    text = str(error)
+    text = reason_of(error)
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in text or "not enough memory" in text or "std::bad_alloc" in text
     )
