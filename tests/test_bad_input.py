@@ -17,6 +17,7 @@ from gradtrace.errors import (
     GradtraceError,
     NoGraph,
     NonFinite,
+    NotLinear,
     NotScalar,
     TooDeep,
     TooLarge,
@@ -648,3 +649,13 @@ def test_nested_tensors_without_a_common_shape() -> None:
         with pytest.raises(Unsupported, match=r"works on nested tensors.*pad before") as caught:
             ask(loss)
         assert "file an issue" not in str(caught.value) and "variant" not in str(caught.value)
+
+
+def test_intermediates_of_another_dtype() -> None:
+    """Written out as a matrix in float64, while the gradient it receives is float32."""
+    hidden = through(lambda grad: torch.tensor(grad.double().numpy() * 2))
+    assert gt.backward(hidden, gt.semirings.MAX)["leaf0"].tolist() == [2.0, 4.0, 6.0]
+    assert gt.trace(hidden).path("leaf0", 2).weight == 6.0
+    for ask in (gt.trace, gt.program):
+        with pytest.raises(NotLinear, match="is not linear in the gradient"):
+            ask(through(lambda grad: grad.double() * grad.double().norm()))

@@ -53,7 +53,7 @@ def matrices(
             columns_k = [total * 0 if (c := r[k]) is None else _flatten(c) for r in results]
             matrix = torch.stack(columns_k, -1) if columns_k else total.new_zeros(len(total), 0)
             found[k].append((slot, matrix))
-            totals[k] = total + matrix @ _flatten(grad)
+            totals[k] = total + matrix @ _flatten(grad).to(matrix.dtype)
     for out, total in zip(outs, totals):
         if out is not None and total is not None and not close(total, _flatten(out)):
             raise refusal()
