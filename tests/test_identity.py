@@ -925,3 +925,8 @@ def test_views_of_memory_do_not_matter() -> None:
         assert digests.digest(same) == digests.digest(x)
     byte = torch.arange(40, dtype=torch.uint8)
     assert digests.digest(byte[3:]) == digests.digest(byte[3:].clone())
+
+
+def test_what_is_deprecated_is_not_asked_for_its_functions() -> None:
+    """``torch.distributed.reduce_op`` warns at every attribute; here a warning is an error."""
+    assert exchanged(torch.distributed) == {}

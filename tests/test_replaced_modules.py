@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 import gradtrace as gt
 from gradtrace.pytorch import call_listeners, call_patches, module_calls
@@ -377,3 +378,12 @@ def test_ablate_refuses_a_generator_by_name() -> None:
     refused = pytest.raises(gt.errors.GradtraceError, match="'part' returned a generator")
     with refused, gt.ablate(model, "part"):
         model(x)
+
+
+def test_a_watch_takes_no_number_of_hooks() -> None:
+    """By these numbers other threads see that their nodes may have hooks, and ask each."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    before = RemovableHandle.next_id
+    with gt.watch(model):
+        model(torch.ones(1, 2))
+    assert RemovableHandle.next_id == before

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.machinery import PathFinder
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from gradtrace.errors import GradtraceError
@@ -80,10 +80,15 @@ NOTHING = Written(set(), set())
 
 
 def definition(value: Any) -> Any:
-    """The function behind a static method, a class method or a property."""
-    if isinstance(value, functools.cached_property):
+    """The function behind a static method, a class method or a property. Nothing else is asked for
+    an attribute: that may warn, as it does of what is deprecated.
+    """
+    kind = type(value)
+    if issubclass(kind, functools.cached_property):
         return value.func
-    return getattr(value, "__func__", getattr(value, "fget", value))
+    if issubclass(kind, (staticmethod, classmethod, MethodType)):
+        return value.__func__
+    return value.fget if issubclass(kind, property) else value
 
 
 def methods(kind: type) -> Iterator[tuple[str, str, FunctionType]]:
@@ -300,7 +305,7 @@ def exchanged(owner: Any) -> dict[str, FunctionType]:
     """The user's functions that took the place of those of an installed module or class."""
     held = unpatched(owner) if isinstance(owner, type) else vars(owner)
     functions = ((name, definition(value)) for name, value in sorted(held.items()))
-    return {n: f for n, f in functions if isinstance(f, FunctionType) and _is_users(f)}
+    return {n: f for n, f in functions if type(f) is FunctionType and _is_users(f)}
 
 
 def _is_users(function: FunctionType) -> bool:

@@ -40,10 +40,10 @@ class ModuleTree:
         self.modules, self._names, self._seen = {}, {}, {}
         self._name()
         self._listening = listening = listen(listener, self.modules.values())
-        hook = register_module_module_registration_hook(self._register)
+        _listen_to_registrations(self)
 
         def stop() -> None:
-            hook.remove()
+            _ignore_registrations(self)
             with self._lock:
                 self._listening = None
             listening()
@@ -95,7 +95,7 @@ class ModuleTree:
         self._names.update(now)
         self._seen = seen
 
-    def _register(self, owner: nn.Module, _: str, module: nn.Module | None) -> None:
+    def registered(self, owner: nn.Module, module: nn.Module | None) -> None:
         """A module is about to become part of another one, whichever."""
         with self._lock:
             listening = self._listening
@@ -105,6 +105,32 @@ class ModuleTree:
             listening.extend([owner])  # whose class may be another now, as of what is parametrized
             if module is not None and "_modules" in vars(module):  # else it was not initialised
                 listening.extend(each for _, each in named_modules(module))
+
+
+_FOLLOWING: tuple[ModuleTree, ...] = ()  # replaced, never changed: other threads go through it
+_LOCK = threading.Lock()
+
+
+def _listen_to_registrations(tree: ModuleTree) -> None:
+    global _FOLLOWING
+    with _LOCK:
+        _FOLLOWING = (*_FOLLOWING, tree)
+
+
+def _ignore_registrations(tree: ModuleTree) -> None:
+    global _FOLLOWING
+    with _LOCK:
+        _FOLLOWING = tuple(each for each in _FOLLOWING if each is not tree)
+
+
+def _registered(owner: nn.Module, _: str, module: nn.Module | None) -> None:
+    for tree in _FOLLOWING:
+        tree.registered(owner, module)
+
+
+# Once, and not with each watch: every hook takes a number, by which watches, also of other threads,
+# see that nodes may have hooks.
+register_module_module_registration_hook(_registered)
 
 
 class _Look(NamedTuple):
