@@ -23,7 +23,7 @@ from gradtrace.errors import NotLinear, TooLarge
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import Block, Step
 from gradtrace.kernels import backend_of
-from gradtrace.linops import Dense, Identity, Index, Opaque
+from gradtrace.linops import Dense, Identity, Opaque
 from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
 from gradtrace.recording.dense_fallback import (
     Formula,
@@ -34,7 +34,6 @@ from gradtrace.recording.dense_fallback import (
     single,
 )
 from gradtrace.recording.dispatch import DispatchRecorder, close
-from gradtrace.types import Shape
 
 COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 """Fused nodes (a whole recurrent layer) that PyTorch computes by elementary operations when grad
@@ -74,19 +73,14 @@ class FormulaRecorder:
         block.label = labels_of(node)
         with self.recorder:
             outs = self._formula(node, arrived, block)
-            results = self._results(node, edges, arrived, outs, block)
+            results = self._results(node, edges, outs, block)
         block.steps = tuple(self.recorder.steps)
         block.composed = True
         block.opened = self.recorder.opened or block.operator in SEVERAL
         return [(position, out, block.gives[position]) for position, out in results]
 
     def _results(
-        self,
-        node: Node,
-        edges: Edges,
-        arrived: dict[int, tuple[Tensor, int]],
-        outs: Sequence[Tensor | None],
-        block: Block,
+        self, node: Node, edges: Edges, outs: Sequence[Tensor | None], block: Block
     ) -> list[tuple[int, Tensor]]:
         """The results by position; each gets a value number of its own, if need be by an identity
         step.
@@ -101,11 +95,9 @@ class FormulaRecorder:
             if conform_at is None or position in conform_at:
                 out = nodes.conform(out, self.outputs.wanted(child, slot))
             value = self.recorder.values.get(id(out))
-            if value is None and not out.numel():
-                continue
-            if value is None:  # of round(), sign(): zeros, whatever the cotangent is
-                value = self._nothing(*next(iter(arrived.values())), out)
-            elif value in taken:
+            if value is None:
+                continue  # a constant, which does not depend on the cotangent
+            if value in taken:
                 shape, same = shape_of(out), self.recorder.new()
                 step = self.recorder.maps.single(same, Identity(shape), value, real_dtype(out))
                 self.recorder.steps.append(step)
@@ -114,13 +106,6 @@ class FormulaRecorder:
             block.gives[position] = value
             given.append((position, out))
         return given
-
-    def _nothing(self, grad: Tensor, given: int, out: Tensor) -> int:
-        """Record a result to which no path leads; the number of its value."""
-        shape, value = shape_of(out), self.recorder.new()
-        map_ = Index(partial(_zeros, shape), shape_of(grad), shape, fills=True, injective=True)
-        self.recorder.steps.append(self.recorder.maps.single(value, map_, given, real_dtype(out)))
-        return value
 
     def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
         """Run the hooks on a leaf and record them as the steps of ``block``; the new gradient."""
@@ -301,10 +286,6 @@ class FormulaRecorder:
             recorder.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
             recorder.values[id(out)] = value
         return outs
-
-
-def _zeros(shape: Shape, x: Tensor) -> Tensor:
-    return x.new_zeros(shape)
 
 
 def _nonzero(x: Tensor) -> bool:
