@@ -111,7 +111,18 @@ IN_PLACE = {"merge"}
 
 SAME = {
     *("synchronises", "host", "table_entries", "sums_groups", "group_sums", "add_rows", "masked"),
-    *("used", "renumber", "finite_sums", "checks", "check", "label", "free_bytes", "held_bytes"),
+    *(
+        "used",
+        "renumber",
+        "gaps",
+        "flags",
+        "finite_sums",
+        "checks",
+        "check",
+        "label",
+        "free_bytes",
+        "held_bytes",
+    ),
     *("spare_bytes", "workspace_bytes", "workspace_max_bytes", "device", "widened_product"),
 }
 """What a backend tells, and does in plain torch or otherwise than by choosing: as on the device."""
@@ -121,6 +132,7 @@ NONE = {
     *(
         "sums_lines",
         "executes_plans",
+        "captured",
         "normalised_sums",
         "low_rank",
         "low_rank_sums",
