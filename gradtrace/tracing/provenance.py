@@ -248,7 +248,9 @@ def compact(
     ids: Tensor, provenance: ProvenanceTable, backend: Backend
 ) -> tuple[Tensor, ProvenanceTable]:
     """Remove duplicate and unused entries from a large table, and renumber the ids."""
-    if isinstance(provenance.rows, PackedSets) and provenance.rows.fitted:
+    fitted = isinstance(provenance.rows, PackedSets) and provenance.rows.fitted
+    bounds = _bounds(*provenance) if fitted else None
+    if bounds is not None:  # it has not grown, and no two sets became equal
         return ids, provenance
     count = len(provenance.rows)
     if count <= COMPACT_ABOVE_ENTRIES:

@@ -13,6 +13,10 @@
 namespace std {
 void __throw_bad_array_new_length() { throw bad_alloc(); }
 }  // namespace std
+// Shared pointers ask glibc 2.32 whether there is one thread: here there may be several.
+extern "C" {
+char __libc_single_threaded = 0;
+}
 #endif
 
 namespace gradtrace {
