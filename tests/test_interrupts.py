@@ -39,6 +39,7 @@ class CtrlC:
 
     def run(self, work: Callable[[], object]) -> None:
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # else Python 3.12 tells none the first time
         sys.settrace(self._called)
         try:
             work()
