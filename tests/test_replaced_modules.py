@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,16 @@ from torch.utils.hooks import RemovableHandle
 
 import gradtrace as gt
 from gradtrace.pytorch import call_listeners, call_patches, module_calls
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """``asyncio.run``, also where tests of the browser have left a loop running in this process."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return asyncio.run(coroutine)
+    finally:
+        asyncio._set_running_loop(outer)
 
 
 @pytest.fixture(autouse=True)
@@ -305,7 +315,7 @@ def result(found: Any) -> Tensor:
     async def awaited() -> Any:
         return await found
 
-    return found if isinstance(found, Tensor) else asyncio.run(awaited())
+    return found if isinstance(found, Tensor) else run(awaited())
 
 
 @pytest.mark.parametrize("how", PAUSING)
