@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 import gradtrace as gt
-from gradtrace.pytorch import call_listeners, call_patches, module_calls
+from gradtrace.pytorch import call_listeners, call_patches, module_calls, module_tree
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -33,7 +33,7 @@ def _nothing_is_left() -> Iterator[None]:
     hooks = dict(nn_module._global_module_registration_hooks)
     yield
     assert not call_listeners.LISTENERS and not call_patches.PATCHES and not module_calls.EXCHANGES
-    assert nn_module._global_module_registration_hooks == hooks
+    assert nn_module._global_module_registration_hooks == hooks and not module_tree._FOLLOWING
 
 
 class Adapter(nn.Module):
