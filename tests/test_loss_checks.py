@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,13 @@ class Silent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Passing(TorchFunctionMode):
+class Doubling(TorchFunctionMode):
+    """Doubles all that is computed: a trace is no part of what the caller computes."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        asks = func.__name__ in ("__get__", "detach")  # for an attribute
+        return found * 2 if isinstance(found, Tensor) and not asks else found
 
 
 @contextmanager
@@ -105,6 +109,14 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def all_of(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference mode": torch.inference_mode,
     "no_grad": torch.no_grad,
@@ -116,7 +128,8 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "deterministic": deterministic,
     "dispatch mode": Silent,
     "flop counter": lambda: FlopCounterMode(display=False),
-    "function mode": Passing,
+    "function mode": Doubling,
+    "function mode and device": lambda: all_of(torch.device("meta"), Doubling(), Doubling()),
     "dual level": forward_ad.dual_level,
     "saved hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
 }

@@ -1,8 +1,8 @@
 """Checks that a loss can be traced, and that its pass was watched; isolates what runs from modes.
 
 A pass runs PyTorch's backward formulas and many small operations of gradtrace. Modes of the caller
-(inference mode, autocast, forward-mode AD, dispatch modes) would change their results, so they are
-off during a pass.
+(inference mode, autocast, forward-mode AD, modes of dispatch and of functions) would change their
+results, so they are off during a pass.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.names import NO_MODULE, OUTSIDE, ModuleCall, NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, Node, edges_of, root_of, sequence_of
-from gradtrace.autodiff.pass_scope import own_work, paused
+from gradtrace.autodiff.pass_scope import own_work
 from gradtrace.autodiff.traversal import pending
 from gradtrace.errors import NoGraph, TooLarge, Unsupported
 from gradtrace.printable import listed
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.dtensor import is_dtensor
 from gradtrace.pytorch.fsdp import STATES, all_gathered, freed_leaf
+from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.plain_tensors import is_wrapper, refuse_wrapper
 from gradtrace.pytorch.wrapped_modules import named_modules
 

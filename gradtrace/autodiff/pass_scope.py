@@ -15,12 +15,11 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch import overrides
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from gradtrace.autodiff.nodes import Edges, Node, leaves_below
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
+from gradtrace.pytorch.function_modes import resumed
 from gradtrace.pytorch.global_switches import Change, Switch
 from gradtrace.pytorch.python_state import held_in
 from gradtrace.pytorch.side_effects import functions_restored, note_gradients, users_code
@@ -57,33 +56,6 @@ def own_work() -> Iterator[None]:
             yield
         finally:
             _PASS.own -= 1
-
-
-class PausedMode(TorchFunctionMode):
-    """A mode that has nothing to do in ``own_work``, where it would be asked about every operation:
-    ``paused`` takes it off meanwhile.
-    """
-
-    def __exit__(self, *error: Any) -> None:
-        """Ctrl-C inside of a function of PyTorch may have taken it off."""
-        if _INNERMOST() is not None:
-            super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-
-def paused() -> contextlib.AbstractContextManager[object]:
-    """Within, the innermost mode of PyTorch's functions is not active if it is a ``PausedMode``."""
-    innermost = _INNERMOST()
-    return _without(innermost) if isinstance(innermost, PausedMode) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _without(innermost: PausedMode) -> Iterator[None]:
-    try:
-        _POP()
-        yield
-    finally:
-        if _INNERMOST() is not innermost:
-            _PUSH(innermost)
 
 
 def collector_off() -> contextlib.AbstractContextManager[None]:
@@ -205,9 +177,6 @@ _CACHED: Any = vars(checkpoint)["_CachedTorchDispatchMode"]
 _ENTER, _EXIT = _CACHED.__enter__, _CACHED.__exit__
 _RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
 _RECOMPUTATION: Any = vars(checkpoint)["_recomputation_hook"]
-_INNERMOST: Any = vars(overrides)["_get_current_function_mode"]
-_POP: Any = vars(overrides)["_pop_mode"]
-_PUSH: Any = vars(overrides)["_push_mode"]
 
 
 def _task() -> int:
@@ -226,6 +195,7 @@ def _executes(node: Node) -> bool:
 
 class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
     """Wraps the recomputation of a checkpoint in ``users_code``, so that its writes are undone.
+    Modes of PyTorch's functions that the caller has entered take part in it.
 
     A context of the user's (``context_fn``) made by ``contextlib.contextmanager`` can be entered
     once only: a pass of gradtrace enters a copy.
@@ -235,6 +205,7 @@ class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
         super().__init__(frame, *more)
         self._code = frame().recompute_fn
         self._contexts: list[tuple[CellType, Any]] = []
+        self._modes = resumed()
 
     def __enter__(self) -> None:
         self._undo = users_code(self._code)
@@ -244,8 +215,10 @@ class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
                 cell.cell_contents = context._recreate_cm()
         super().__enter__()
         self._undo.__enter__()
+        self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._modes.__exit__(*error)
         self._undo.__exit__(*error)
         for cell, context in self._contexts:
             cell.cell_contents = context

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff import nodes
-from gradtrace.autodiff.pass_scope import PausedMode, own_work_runs
+from gradtrace.autodiff.pass_scope import own_work_runs
 from gradtrace.diagnosis.forward_record import (
     EXITS,
     Element,
@@ -30,11 +30,12 @@ from gradtrace.diagnosis.source_lines import (
     place,
     switched_by,
 )
+from gradtrace.pytorch.function_modes import ForgivingMode
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.plain_tensors import PLAIN, is_wrapper
 
 
-class ForwardRecorder(PausedMode):
+class ForwardRecorder(ForgivingMode):
     """Writes a ``ForwardRecord`` while it is entered; ``module`` names the module that runs
     (None: none does).
     """

@@ -30,6 +30,7 @@ from gradtrace.distributed.random_draws import RandomDraws
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
 from gradtrace.measures.measures import positive
+from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel
 from gradtrace.trace import Trace
@@ -250,6 +251,7 @@ class InfluenceRun:
         """The name of the loader that batch numbers refer to; see ``checkpoint.SHARED``."""
         return f"{self.ranks.rank}/{self.ranks.world}" if self.own else SHARED
 
+    @paused()
     def begin(self, model: nn.Module, loss_fn: LossFn) -> None:
         """Check that all ranks have the same arguments and model; read what is counted already."""
         self.ranks.stoppable = True
@@ -426,8 +428,8 @@ def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure:
 
 def _coverage(trace: Trace, wanted: Leaves | None, loss: Tensor) -> Coverage:
     """The coverage of a batch, by one of its losses, whose place differs from batch to batch."""
-    seed = crc32(f"{loss.sum().item():.3g}".encode())  # the same on whichever rank and machine
     with isolated():
+        seed = crc32(f"{loss.sum().item():.3g}".encode())  # the same on whichever rank and machine
         chosen = trace if wanted is None else selected(trace, wanted)
         return coverage_of_sample(chosen, COVERED_ELEMENTS, seed, max_losses=1)
 

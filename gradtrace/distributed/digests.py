@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradtrace.pytorch.function_modes import paused
+
 STRETCH_WORDS = 1 << 16
 """Factors repeat after this many words; the sums of such stretches are digested in order."""
 
@@ -50,6 +52,7 @@ def digest(*items: Any) -> str:
 # Tensors ------------------------------------------------------------------------------------------
 
 
+@paused()
 def add_tensors(pairs: list[tuple[Any, Tensor]]) -> None:
     """Add each tensor to its digest; one synchronisation for all tensors of a device."""
     sums: dict[torch.device, list[tuple[Any, Tensor]]] = {}

@@ -15,6 +15,7 @@ from gradtrace.autodiff.names import enclosing, unused
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.printable import listed, printable
+from gradtrace.pytorch.function_modes import paused
 from gradtrace.types import unravel
 
 WHOLE = "(all)"
@@ -85,11 +86,13 @@ class ConflictRow:
         return self._product(term, -1) / whole if whole else nan
 
     @property
+    @paused()
     def winner(self) -> int | None:
         """The term of the largest share; None if the sum is 0."""
         whole = self._product(-1, -1)
         return int(self.products[:-1, -1].argmax()) if whole and isfinite(whole) else None
 
+    @paused()
     def _product(self, first: int, second: int) -> float:
         return float(self.products[first, second])
 
@@ -181,6 +184,7 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
             raise UnknownName(f"no term {name!r} in this table{hint}")
         return self.terms.index(name)
 
+    @paused()
     def _row(self, module: str | None) -> ConflictRow:
         if module is None or module in ("", WHOLE):
             return summed(WHOLE, self.parameters, len(self.terms))
@@ -195,10 +199,12 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
 
     # Tables ---------------------------------------------------------------------------------------
 
+    @paused()
     def by_parameter(self) -> Conflicts:
         """The same with a row for each parameter."""
         return replace(self, rows=self.parameters, kind="parameter")
 
+    @paused()
     def cosines(self, module: str | None = None) -> TextTable:
         """Every two terms over a module, or a parameter; the most opposed first.
 
@@ -218,6 +224,7 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
         table = TextTable(f"Cosines of terms{where}", columns, tuple(found))
         return table.sort("cosine", descending=False)
 
+    @paused()
     def table(self) -> TextTable:
         """One row per module, and remarks in words; of many terms a summary."""
         if len(self.terms) <= MOST_COLUMNS:
@@ -241,6 +248,7 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
         """
         return self._wide().to_pandas()
 
+    @paused()
     def _wide(self) -> TextTable:
         """The table with a column for each term and each pair."""
         columns = [*self._first_columns()]
@@ -292,6 +300,7 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
             *self._won(row),
         )
 
+    @paused()
     def remarks(self) -> tuple[str, ...]:
         """In words: where terms pull against each other, drown one another, reach nothing."""
         found = []
@@ -331,6 +340,7 @@ class Conflicts(RowSequence[ConflictRow], Tabular):
                 found.append((row.cosine(a, b), self.terms[a], self.terms[b], row.name))
         return sorted(found)
 
+    @paused()
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
         """Bars of a column; by default the cosine of the two terms that are most opposed over all
         parameters, module by module. Returns matplotlib's ``Axes``.

@@ -21,6 +21,7 @@ from gradtrace.paths.path_forest import PathForest, PathProvenance, SliceBits
 from gradtrace.paths.path_search import PathEdge, PathFollower
 from gradtrace.paths.tensor_paths import TensorEdge
 from gradtrace.printable import printable
+from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.random_state import seeded
 from gradtrace.types import Shape, unravel
 
@@ -312,7 +313,8 @@ class LazyPaths(Sequence[Path]):
         element, gradient = here.element, here.gradient
         last = rest[-1] if rest else here
         if not rest or last.value not in self.labels.places:
-            derivative = float(self.labels.seed.reshape(-1)[last.element])
+            with paused():
+                derivative = float(self.labels.seed.reshape(-1)[last.element])
             return self.labels.step(here.value, element, derivative, gradient, None), -1
         derivative = prod((point.weight for point in (here, *rest[:-1])), start=1.0)
         step = self.labels.step(here.value, element, derivative, gradient, last.gradient)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtrace.pytorch import internals
+from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.global_switches import compiler_loaded
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.python_state import PythonState
@@ -29,6 +30,13 @@ from gradtrace.pytorch.random_state import RandomState, cuda_devices
 
 UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
 """Arguments that batch norms write to, although their schemas do not say so."""
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Within, no mode of the caller sees what is computed, and no graph is built."""
+    with _disable_current_modes(), paused(), torch.no_grad():
+        yield
 
 
 @cache
@@ -120,13 +128,13 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._seen.add(key)
         version = None if tensor.is_inference() else tensor._version
-        with _disable_current_modes(), torch.no_grad():
+        with _unseen():
             there = tensor.detach()
             self._kept.append((there, there.clone(), version))
 
     def restore(self) -> None:
         """Write the old values back, and reset versions so that graphs accept saved tensors."""
-        with _disable_current_modes(), torch.no_grad():
+        with _unseen():
             for there, before, version in reversed(self._kept):
                 there.copy_(before)
                 if version is not None:
@@ -184,6 +192,7 @@ class WriteLog:
     ``structure`` also of the tables of hooks.
     """
 
+    @paused()
     def __init__(self, model: nn.Module, *, structure: bool = False) -> None:
         self._modules: dict[nn.Module, tuple[type, dict[str, Any]]] = {}
         self.state = PythonState()
@@ -211,6 +220,7 @@ class WriteLog:
                 self._memory.append((tensor, tensor.detach()))
                 self.state.note_attributes(tensor)
 
+    @paused()
     def restore(self) -> None:
         """Restore the snapshot."""
         for module, (kind, before) in self._modules.items():
@@ -318,7 +328,7 @@ def functions_restored() -> Iterator[None]:
 def note_gradients(leaves: Iterable[Tensor]) -> None:
     """Save ``.grad`` of leaves for the running pass: code of the user's is about to add to it."""
     if _ACTIVE.functions is not None:
-        with _disable_current_modes(), torch.no_grad():
+        with _unseen():
             _ACTIVE.functions.note_gradients(leaves)
 
 

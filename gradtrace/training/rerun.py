@@ -17,6 +17,7 @@ from gradtrace.autodiff.pass_scope import rerunning
 from gradtrace.diagnosis import Diagnosis
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels import backend_of
+from gradtrace.pytorch.function_modes import resumed
 from gradtrace.pytorch.module_calls import Forward, Listener, listen
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.random_state import RandomState
@@ -73,6 +74,7 @@ class Beginning:
         with rerunning(), undisturbed(model):
             with ExitStack() as stack:
                 stack.enter_context(users_code())
+                stack.enter_context(resumed())
                 stack.enter_context(torch.enable_grad())
                 self.load(model)
                 stack.callback(listen(Unwrapped(), _replicated(model)))

@@ -13,6 +13,7 @@ from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import container, schemas
 from gradtrace.io.validation import unfit
 from gradtrace.printable import printable
+from gradtrace.pytorch.function_modes import paused
 from gradtrace.report import View, loaded, report, saved, write
 from gradtrace.report.trace_view import is_large
 from gradtrace.report.training import timing, training
@@ -71,6 +72,7 @@ class ViewCache:
         self._cost: float | None = None
         self._spent = 0.0
 
+    @paused()
     def keep(self, trace: Trace, step: int, budget: Budget) -> None:
         """Store a view of a trace: of the first one, and of later ones that are affordable."""
         if not self._wanted or not self._affordable(budget):

@@ -17,6 +17,7 @@ from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError, NonFinite, caution
 from gradtrace.measures.conflicts import MOST_COLUMNS
 from gradtrace.printable import listed
+from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
@@ -176,12 +177,12 @@ def undisturbed(model: nn.Module) -> Iterator[SilencedHooks]:
     """Within this context, tracing has no side effects on training.
 
     The state of random number generators, tensors and the attributes of modules are restored
-    afterwards, and hooks on gradients do not run.
+    afterwards; hooks on gradients do not run, and modes of PyTorch's functions are off.
 
     Checkpointed parts of a model run again when they are traced: batch norms would count the batch
     once more, and a dropout without ``preserve_rng_state`` would draw random numbers.
     """
-    with same_draws(model), restored(model, lazily=True), silenced() as hooks:
+    with paused(), same_draws(model), restored(model, lazily=True), silenced() as hooks:
         yield hooks
 
 
