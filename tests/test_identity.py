@@ -15,7 +15,7 @@ from enum import Enum
 from fractions import Fraction
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -561,6 +561,175 @@ def test_class_attributes_and_globals_count(monkeypatch: pytest.MonkeyPatch) -> 
     before = told(record)
     monkeypatch.setitem(OPTIONS, "power", 6)
     assert told(record) != before
+
+
+class Tally:
+    """What loss functions count in."""
+
+    calls, total, scale = 0, torch.zeros(()), 1.0
+
+    def __init__(self) -> None:
+        self.seen, self.power = 0, 2.0
+
+    @classmethod
+    def note(cls) -> None:
+        cls.calls += 1
+
+
+class Fewer(Tally):
+    pass
+
+
+class Fresh:
+    """A criterion that is made for each batch, and counts how often."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Fresh.made += 1
+
+
+class Inside(nn.Module):
+    """A model that counts in an object of its own, and in its class."""
+
+    runs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.tally = nn.Linear(6, 6), Tally()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tally.seen += 1
+        Inside.runs += 1
+        return self.layer(x)
+
+
+TALLY, SPACE = Tally(), SimpleNamespace(seen=0)
+ARRAY, SUM, RAW = np.zeros(2), torch.zeros(2), bytearray(2)
+
+
+def _on_a_class() -> None:
+    Tally.calls += 1
+
+
+def _on_a_subclass() -> None:
+    Fewer.calls += 1
+
+
+def _a_tensor_of_a_class() -> None:
+    Tally.total = Tally.total + 1
+
+
+def _by_a_class_method() -> None:
+    Tally.note()
+
+
+def _by_name() -> None:
+    setattr(Tally, "calls", Tally.calls + 1)  # noqa: B010
+
+
+def _by_another_name() -> None:
+    kind = Tally
+    kind.calls += 1
+
+
+def _on_an_object() -> None:
+    TALLY.seen += 1
+    SPACE.seen += 1
+
+
+def _when_made() -> None:
+    Fresh()
+
+
+def _in_place() -> None:
+    ARRAY[0] += 1
+    SUM.add_(1)
+    RAW[0] += 1
+
+
+COUNTING = (
+    *(_on_a_class, _on_a_subclass, _a_tensor_of_a_class, _by_a_class_method, _by_name),
+    *(_by_another_name, _on_an_object, _when_made, _in_place),
+)
+
+
+def that(count: Callable[[], None]) -> Loss:
+    """A loss that counts its calls."""
+
+    def counts(model: nn.Module, x: Tensor) -> Tensor:
+        count()
+        return loss(model, x)
+
+    return counts
+
+
+@pytest.mark.parametrize("count", COUNTING, ids=lambda count: count.__name__)
+def test_a_run_that_counts_its_calls_goes_on(count: Callable[[], None], tmp_path: Path) -> None:
+    file, batches = tmp_path / "run.json", data()
+    whole = gt.influence(net(), that(count), batches)
+    gt.influence(net(), that(count), batches[:2], checkpoint=file)
+    table = gt.influence(net(), that(count), batches, checkpoint=file)
+    assert [row.count for row in table] == [row.count for row in whole]
+
+
+def test_models_and_hooks_that_count_go_on() -> None:
+    torch.manual_seed(0)
+    model = Inside()
+    model.layer.register_forward_hook(lambda *_: Tally.note())
+    before = identity(model, loss)[0]
+    loss(model, data()[0])
+    assert identity(model, loss)[0] == before
+    model.tally.power = 3.0
+    assert identity(model, loss)[0].modules != before.modules
+
+
+def test_what_is_not_assigned_counts_beside_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another class assigns to an attribute of that name."""
+
+    def counts(model: nn.Module, x: Tensor) -> Tensor:
+        Fewer.scale = TALLY.seen = len(x)
+        return loss(model, x) * Tally.scale * TALLY.power * SUM[0] * ARRAY[0]
+
+    before = told(counts)
+    counts(net(), data()[0])
+    assert told(counts) == before
+    for owner, name in ((Tally, "scale"), (TALLY, "power")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, 7.0)
+            assert told(counts) != before, name
+    for held in (SUM, ARRAY):
+        held += 1
+        assert told(counts) != before
+        held -= 1
+    assert told(counts) == before
+
+
+def test_a_counter_in_a_module_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_counter.py").write_text("calls = 0\nscale = 1.0")
+    (tmp_path / "own_counting.py").write_text(
+        "import own_counter\n"
+        "def near(model, x):\n"
+        "    own_counter.calls += 1\n"
+        "    return model(x).mean(1) * own_counter.scale\n"
+        "def late(model, x):\n"
+        "    import own_counter\n"
+        "    own_counter.calls += 1\n"
+        "    return model(x).mean(1) * own_counter.scale\n"
+    )
+    functions: Any = importlib.import_module("own_counting")
+    for function in (functions.near, functions.late):
+        before = told(function)
+        function(net(), data()[0])
+        assert told(function) == before
+        with monkeypatch.context() as patch:
+            patch.setattr(functions.own_counter, "scale", 2.0)
+            assert told(function) != before
+    for name in ("own_counter", "own_counting"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_modules_of_a_package_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,13 +169,74 @@ def _running(kind: type, used: UsedNames) -> Iterator[FunctionType]:
     return (function for use, name, function in methods(kind) if used.runs(use, name))
 
 
+class Assignment(NamedTuple):
+    """An assignment to an attribute, as in ``settings.Loss.calls += 1``."""
+
+    owner: tuple[str, ...]  # names of what has the attribute; none where it is no variable
+    attribute: str
+
+
+def assignments(function: FunctionType) -> set[Assignment]:
+    """What a function assigns to attributes of anything but, if it is a method, its own object."""
+    own = _own_object(function)
+    tree = _syntax(function)
+    if tree is None:  # no source
+        stores = operands(function.__code__, "STORE_ATTR", "DELETE_ATTR")
+        return set() if own else {Assignment((), name) for name in stores}
+    found = set[Assignment]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            found.add(Assignment(_dotted(node.value), node.attr))
+        elif isinstance(node, ast.Call) and _dotted(node.func) in (("setattr",), ("delattr",)):
+            name = node.args[1] if len(node.args) > 1 else None
+            if isinstance(name, ast.Constant):
+                found.add(Assignment(_dotted(node.args[0]), str(name.value)))
+    return {each for each in found if each.owner != (own,)}
+
+
+def _own_object(function: FunctionType) -> str:
+    """The name of a method's first argument; empty for other functions."""
+    code, around = function.__code__, function.__qualname__.rpartition(".")[0]
+    method = around and not around.endswith("<locals>") and code.co_argcount
+    return code.co_varnames[0] if method else ""
+
+
+def _dotted(expression: ast.expr) -> tuple[str, ...]:
+    """``("a", "b")`` of the expression ``a.b``; none of an expression of another form."""
+    if isinstance(expression, ast.Name):
+        return (expression.id,)
+    if isinstance(expression, ast.Attribute):
+        before = _dotted(expression.value)
+        return (*before, expression.attr) if before else ()
+    return ()
+
+
+def owner_of(function: FunctionType, path: tuple[str, ...]) -> Any:
+    """What these names in a function are: a variable around it, or something in classes and modules
+    there. None where that is not known before it runs.
+    """
+    if not path or path[0] in function.__code__.co_varnames:
+        return None
+    value = {**function.__globals__, **closure(function)}.get(path[0])
+    for name in path[1:]:
+        value = vars(value).get(name) if isinstance(value, (type, ModuleType)) else None
+    return value
+
+
+def _syntax(function: FunctionType) -> ast.Module | None:
+    """The syntax tree of a function; None without its source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
 def filled_by(function: FunctionType) -> Written:
     """Names in the expressions that a function writes to, of attributes and, where a variable was
     assigned from some, of these: ``self.cache[n] = x``, ``self.kept.append(x)``, ``mean.add_(x)``.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # no source: anything that is mentioned
+    tree = _syntax(function)
+    if tree is None:  # no source: anything that is mentioned
         code = function.__code__
         stores = operands(code, "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
         if not stores and not operands(code, "LOAD_ATTR", "LOAD_METHOD") & MUTATORS:
@@ -197,7 +258,8 @@ def _written(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(
         node.ctx, ast.Store | ast.Del
     ):
-        return [node.value]
+        inside = isinstance(node, ast.Subscript) or node.attr == "data"  # else see assignments
+        return [node.value] if inside else []
     if not isinstance(node, ast.Call):
         return []
     found = [each.value for each in node.keywords if each.arg == "out"]

@@ -28,7 +28,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -39,12 +39,14 @@ from torch.nn.modules import module as nn_module
 from gradtrace.distributed import digests, tuning
 from gradtrace.distributed.code_facts import (
     ALL_NAMES,
+    CONSTRUCTORS,
     NO_NAMES,
     NOTHING,
     UsedNames,
     Written,
     all_code,
     assigned,
+    assignments,
     called_code,
     closure,
     constructed,
@@ -55,6 +57,7 @@ from gradtrace.distributed.code_facts import (
     imported,
     installed,
     operands,
+    owner_of,
     reassigned,
     used_names,
 )
@@ -73,6 +76,9 @@ CONTAINERS = (list, set, tuple, frozenset, deque, Mapping)
 WEAK = (WeakKeyDictionary, WeakValueDictionary)
 """Containers that are caches."""
 
+FILLED = (list, set, dict, deque, bytearray, Tensor, np.ndarray)
+"""Types of variables of which code changes the contents."""
+
 GETTERS = (attrgetter, itemgetter, methodcaller)
 RECORDS = (
     *(Namespace, SimpleNamespace, torch.distributions.Distribution),
@@ -86,6 +92,21 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+
+
+class Uses(NamedTuple):
+    """What code does when it runs: the names it uses, what it changes, and the attributes that it
+    assigns to, by the id of their class or module (of None: of anything).
+    """
+
+    names: UsedNames = NO_NAMES
+    filled: Written = NOTHING
+    assigned: frozenset[tuple[int, str]] = frozenset()
+
+    def counts(self, owner: type | ModuleType, name: str) -> bool:
+        """Whether it assigns to this attribute of a class, its objects or a module."""
+        kinds = owner.__mro__ if isinstance(owner, type) else (owner,)
+        return any((id(each), name) in self.assigned for each in (None, *kinds))
 
 
 def code_digests(model: nn.Module, loss_fn: Callable[..., Any]) -> tuple[str, str]:
@@ -114,9 +135,9 @@ class CodeWalk:
         self._light = survey is None
         self._seen: dict[int, Any] = {id(own): own}  # its weights are digested separately
         self._unchanged: set[type] = {object}  # installed classes, but for what was exchanged
-        self._functions: dict[str, list[FunctionType]] = {}  # the user's, by name
-        self._entries: list[CodeType] = []
-        self._used, self._filled = (NO_NAMES, NOTHING) if survey is None else survey._use()
+        self.functions: dict[str, list[FunctionType]] = {}  # the user's, by name
+        self.entries: list[CodeType] = []
+        self._uses = Uses() if survey is None else _uses(survey)
         self._facts: Callable[[type], tuple[set[str], set[str], set[str]]] = functools.cache(
             self._facts_of
         )
@@ -126,15 +147,8 @@ class CodeWalk:
         """The digest of everything added."""
         return str(self._into.hexdigest())
 
-    def _use(self) -> tuple[UsedNames, Written]:
-        """The names that the code visited uses when it runs, and what it then changes."""
-        named = [(name, f) for name, some in self._functions.items() for f in some]
-        used = used_names(((name, f.__code__) for name, f in named), self._entries)
-        runs = (f for name, f in named if f.__code__ in self._entries or used.runs("read", name))
-        return used, NOTHING.join(*map(self._written, runs))
-
     def _facts_of(self, kind: type) -> tuple[set[str], set[str], set[str]]:
-        used = self._used
+        used = self._uses.names
         changed = assigned(kind, used) | _cached(kind)
         contents = filled(kind, used).attributes
         if all(base in (nn.Module, object) for base in kind.__mro__ if installed(base)):
@@ -155,7 +169,7 @@ class CodeWalk:
         """
         try:
             if entry:
-                self._entries += called_code(value)
+                self.entries += called_code(value)
             self._value(value)
         except Exception:  # the user's objects may raise anything when inspected
             self.add_text(digests.named(type(value)))
@@ -273,9 +287,11 @@ class CodeWalk:
         private ones those count that code of the user's makes.
         """
         changed, own, contents = self._facts(type(item))
-        contents = contents | self._filled.attributes
+        contents = contents | self._uses.filled.attributes
         for name, value in sorted(digests.attributes(item).items()):
             if name in without or name in changed or (name.startswith("_") and name not in own):
+                continue
+            if self._uses.counts(type(item), name):
                 continue
             if isinstance(value, (*SIMPLE, *FUNCTIONS)) or (
                 name not in contents and (isinstance(value, DATA) or _holds_settings(value))
@@ -301,17 +317,17 @@ class CodeWalk:
                 if isinstance(function, FunctionType):
                     self.add_text(name)
                     self._named(name, function)
-                elif name.startswith("__") or name in changed:
+                elif name.startswith("__") or name in changed or self._uses.counts(kind, name):
                     continue
                 elif isinstance(function, (*SIMPLE, *FUNCTIONS)) or (
-                    isinstance(value, DATA) and name not in contents | self._filled.attributes
+                    isinstance(value, DATA) and name not in contents | self._uses.filled.attributes
                 ):
                     self.add_text(name)
                     self.value(function)
 
     def _named(self, name: str, function: FunctionType) -> None:
         """Add a function that code calls by a name."""
-        self._functions.setdefault(name, []).append(function)
+        self.functions.setdefault(name, []).append(function)
         self.value(function, entry=False)
 
     def _exchanged(self, owner: Any, names: Container[str] | None = None) -> None:
@@ -327,7 +343,7 @@ class CodeWalk:
         written = self._written(function).names if own or function.__closure__ else set()
         changed = operands(code, "STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL")  # counters
         if own:
-            self._functions.setdefault(function.__name__, []).append(function)
+            self.functions.setdefault(function.__name__, []).append(function)
             self._bytecode(code)
         else:
             self.add_text(function.__module__, digests.named(function))
@@ -342,9 +358,11 @@ class CodeWalk:
             for name, module in imported(function).items():
                 self.add_text(name)
                 self._bytecode(module)
-                for text, value in reassigned(sys.modules.get(name), module).items():
-                    self.add_text(text)
-                    self.value(value)
+                now = sys.modules.get(name)
+                for text, value in reassigned(now, module).items():
+                    if now is None or not self._uses.counts(now, text):
+                        self.add_text(text)
+                        self.value(value)
         for name, value in variables.items():
             if name not in changed:
                 self.add_text(name)
@@ -352,7 +370,7 @@ class CodeWalk:
 
     def _variable(self, name: str, value: Any, code: CodeType, written: bool) -> None:
         """Add the value of a variable around a function."""
-        if isinstance(value, WEAK) or (written and isinstance(value, (list, set, dict, deque))):
+        if isinstance(value, WEAK) or (written and isinstance(value, FILLED)):
             self.add_text(type(value).__name__)
         elif isinstance(value, FunctionType) and not installed(value):
             self._named(name, value)
@@ -367,6 +385,8 @@ class CodeWalk:
             self._exchanged(module, names)
             return
         for name in sorted(names & vars(module).keys()):
+            if self._uses.counts(module, name):
+                continue
             self.add_text(name)
             value = vars(module)[name]
             known = id(value) in self._seen
@@ -392,6 +412,31 @@ class CodeWalk:
             self.add_text(*sorted(map(repr, value)))
         else:
             self.add_text(value)
+
+
+def _uses(survey: CodeWalk) -> Uses:
+    """What the code that was visited does when it runs."""
+    named = [(name, f) for name, some in survey.functions.items() for f in some]
+    used = used_names(((name, f.__code__) for name, f in named), survey.entries)
+    runs = [f for name, f in named if f.__code__ in survey.entries or used.runs("read", name)]
+    filled = NOTHING.join(*map(filled_by, runs))
+    runs += [f for name, f in named if name in CONSTRUCTORS and _made_in(f) in used.loaded]
+    return Uses(used, filled, frozenset().union(*map(_assigned_by, runs)))
+
+
+def _assigned_by(function: FunctionType) -> frozenset[tuple[int, str]]:
+    """The attributes that a function assigns to."""
+    found = set()
+    for path, name in assignments(function):
+        owner = owner_of(function, path)
+        known = owner is None or isinstance(owner, (type, ModuleType))
+        found.add((id(owner if known else type(owner)), name))
+    return frozenset(found)
+
+
+def _made_in(constructor: FunctionType) -> str:
+    """The name of the class that a constructor is of."""
+    return constructor.__qualname__.rpartition(".")[0].rpartition(".")[2]
 
 
 def _text(value: Any) -> str:
