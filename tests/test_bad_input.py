@@ -629,6 +629,57 @@ def test_code_that_returns_no_tensor(ask: Callable[..., Any], thing: Any) -> Non
 
 
 @both
+def test_hooks_on_tensors_that_return_something_else(ask: Callable[..., Any]) -> None:
+    returned: dict[str, Any] = {
+        r"a hook on it \(register_hook\) returned a str, where PyTorch takes a tensor or": "x",
+        r"a hook on it \(register_hook\) returned a tuple, where PyTorch takes a tensor": (
+            leaf(3),
+        ),
+        "the hook clip on it returned a gradient of another shape than it was given": leaf(4),
+        r"the hook clip on it was given a gradient of torch\.\w+ and returned one of torch\.L": (
+            torch.ones(3).long()
+        ),
+    }
+    for said, thing in returned.items():
+
+        def clip(_: Tensor) -> Any:
+            return thing  # noqa: B023
+
+        w = leaf(3)
+        w.register_hook(clip)
+        of_leaf = r"AccumulateGrad \(a hook on leaf w: .*clip\) cannot be followed: "
+        with pytest.raises(Unsupported, match=f"^{of_leaf}{said}"):
+            ask((w * 2).sum(), names={"w": w})
+        x = leaf(3) * 2
+        x.register_hook(clip)
+        with pytest.raises(Unsupported, match=f"^MulBackward0 cannot be followed: {said}"):
+            ask(x.sum())
+
+
+@both
+def test_hooks_of_modules_and_saved_tensors_that_return_something_else(
+    ask: Callable[..., Any],
+) -> None:
+    for register, said in (
+        ("register_full_backward_hook", "backward hook of its module returned 2 gradients of inp"),
+        ("register_full_backward_pre_hook", "backward pre hook of its module returned 2 grad"),
+    ):
+        model = torch.nn.Linear(3, 1)
+        getattr(model, register)(lambda *_: (None, None))
+        with pytest.raises(Unsupported, match=f"cannot be followed: a full {said}"):
+            ask(model(leaf(3)).sum())
+        model = torch.nn.Linear(3, 1)
+        getattr(model, register)(lambda *_: 3.0)
+        with pytest.raises(GradtraceError, match=r"look at the hooks of that module \(register"):
+            ask(model(leaf(3)).sum())
+    x = leaf(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, str):
+        loss = (x * x).sum()
+    with pytest.raises(Unsupported, match=r"unpacks what it has saved \(.*\) returned a str; it"):
+        ask(loss)
+
+
+@both
 def test_exceptions_without_a_text(ask: Callable[..., Any]) -> None:
     advice = "; look at the backward of that torch.autograd.Function"
     for error in (AssertionError, StopIteration):

@@ -75,7 +75,7 @@ class GradientWalk:
         if kind is ACCUMULATE:
             variable = node.variable
             if variable._backward_hooks and hooks.has_active_hooks(variable):
-                grads = hooks.run_leaf_hooks(variable, grads)
+                grads = hooks.run_leaf_hooks(variable, grads, self.name_table.spoken(variable))
             grad = grads[0]
             assert grad is not None
             if grad._is_zerotensor():  # has no storage; users get real zeros

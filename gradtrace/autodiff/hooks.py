@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradtrace.autodiff.nodes import (
+    OF_MODULE_HOOKS,
     Grads,
     Node,
     engine_cotangents,
@@ -22,6 +23,7 @@ from gradtrace.autodiff.nodes import (
     refuse_no_tensors,
 )
 from gradtrace.errors import GradtraceError, Unsupported
+from gradtrace.printable import listed
 
 _OWN_HANDLES = [0]
 """How many handles gradtrace took itself; they are not gradient hooks of the user."""
@@ -105,15 +107,17 @@ def has_active_hooks(leaf: Tensor) -> bool:
     return bool(leaf._backward_hooks) and not _skips_hooks()
 
 
-def run_leaf_hooks(leaf: Tensor, grads: Grads) -> list[Tensor | None]:
-    """The gradient of a leaf after the hooks on it."""
+def run_leaf_hooks(leaf: Tensor, grads: Grads, name: str) -> list[Tensor | None]:
+    """The gradient of a leaf after the hooks on it; it is called ``name`` in messages."""
     node = get_gradient_edge(leaf).node
     try:
         return _run_tensor_hooks(node, grads)
     except GradtraceError:
         raise
     except Exception as error:
-        raise explain(error, node, f" (a hook on a leaf of shape {tuple(leaf.shape)})") from error
+        known = (leaf._backward_hooks or {}).values()
+        own = [getattr(hook, "__qualname__", type(hook).__name__) for hook in known]
+        raise explain(error, node, f" (a hook on {name}: {listed(own, 4)})") from error
 
 
 def _run_tensor_hooks(node: Node, grads: Grads) -> list[Tensor | None]:
@@ -166,7 +170,7 @@ def _run(hooks: Iterable[Callable[..., Any]], found: Grads, *others: Grads) -> G
     return tuple(found)
 
 
-IDENTITIES = frozenset({"BackwardHookFunctionBackward"})
+IDENTITIES = frozenset({OF_MODULE_HOOKS})
 """Functions that return their cotangents unchanged, so a missing one may stay None."""
 
 

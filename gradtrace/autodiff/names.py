@@ -178,6 +178,10 @@ class NameTable(CallRanges):
         found = self.leaves.get(id(leaf))
         return tuple(found[1]) if found else ()
 
+    def spoken(self, leaf: Tensor) -> str:
+        """What a leaf is called in messages: ``leaf encoder.weight``, or ``leaf of shape (3,)``."""
+        return f"leaf {next(iter(self.names_of(leaf)), f'of shape {tuple(leaf.shape)}')}"
+
     def label(self, leaves: Iterable[Tensor]) -> dict[Tensor, str]:
         """One name for each leaf: named ones in the order of this table, then leaf0, leaf1, ... in
         the order given. Several tensors with the same name become w, w@1, ...

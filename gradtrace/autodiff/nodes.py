@@ -444,8 +444,47 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
     for words, kind, message in CAUSES:
         if any(word in text.lower() for word in words):
             return kind(message.format(at=at, text=text))
-    advice = "; look at the backward of that torch.autograd.Function" if is_python(node) else ""
-    return GradtraceError(f"{at} failed: {text}{advice}")
+    for pattern, message in HOOKS:
+        if found := re.match(pattern, text):
+            return Unsupported(f"{at} cannot be followed: {message.format(*found.groups(''))}")
+    return GradtraceError(f"{at} failed: {text}{_where_to_look(node)}")
+
+
+def _where_to_look(node: Node) -> str:
+    if name_of(node) == OF_MODULE_HOOKS:
+        hooks = "register_full_backward_hook, register_full_backward_pre_hook"
+        return f"; look at the hooks of that module ({hooks})"
+    return "; look at the backward of that torch.autograd.Function" if is_python(node) else ""
+
+
+OF_MODULE_HOOKS = "BackwardHookFunctionBackward"
+"""The function that runs the backward hooks of a module."""
+
+HOOKS = (
+    (
+        r"expected Variable, but hook returned '(.*)'",
+        "a hook on it (register_hook) returned a {}, where PyTorch takes a tensor or None",
+    ),
+    (
+        r"hook '(.*)' has changed the size of value",
+        "the hook {} on it returned a gradient of another shape than it was given",
+    ),
+    (
+        r"hook '(.*)' has changed the type of value \(was (.*) got (.*)\)",
+        "the hook {} on it was given a gradient of {} and returned one of {}",
+    ),
+    (
+        r"Output of saved tensor unpack_hook expected to be a Tensor but got result of type (.*)",
+        "the function that unpacks what it has saved (saved_tensors_hooks) returned a {}; it must "
+        "return the tensor that was packed",
+    ),
+    (
+        r"Backward (pre )?hook returned an invalid number of grad_(in|out)put, got (\d+), but "
+        r"expected (\d+)",
+        "a full backward {0}hook of its module returned {2} gradients of {1}puts; there are {3}",
+    ),
+)
+"""What PyTorch says of hooks that return something else than it takes, and the words instead."""
 
 
 _ASKS_FOR_A_REPORT = re.compile(r"\s*[Pp]lease (file an issue|report a bug)[^.]*\.?")

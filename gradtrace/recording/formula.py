@@ -107,14 +107,16 @@ class FormulaRecorder:
             given.append((position, out))
         return given
 
-    def hooked(self, leaf: Tensor, tensor: Tensor, block: Block) -> Tensor:
-        """Run the hooks on a leaf and record them as the steps of ``block``; the new gradient."""
+    def hooked(self, leaf: Tensor, tensor: Tensor, block: Block, name: str) -> Tensor:
+        """Run the hooks on a leaf, which is called ``name`` in messages, and record them as the
+        steps of ``block``; the new gradient.
+        """
         self._finish_checks()
         self.recorder.begin(users=True)
         self.recorder.track(tensor, block.takes[0])
         given = self._known([tensor])
         with self.recorder:
-            (changed,) = hooks.run_leaf_hooks(leaf, [tensor])
+            (changed,) = hooks.run_leaf_hooks(leaf, [tensor], name)
         if id(changed) not in self.recorder.values:
             raise NotLinear("the gradient was replaced by one that has nothing to do with it")
         self.recorder.end_users_code()

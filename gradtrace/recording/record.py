@@ -278,11 +278,11 @@ class ProgramRecorder:
             self.not_replayable = "hooks stand on its leaves"
         if leaf._backward_hooks and hooks.has_active_hooks(leaf):
             block = Block(HOOKS, NO_MODULE, {0: value})
-            name = next(iter(self.name_table.names_of(leaf)), f"of shape {tuple(leaf.shape)}")
+            name = self.name_table.spoken(leaf)
             try:
-                tensor = self.formulas.hooked(leaf, tensor, block)
+                tensor = self.formulas.hooked(leaf, tensor, block, name)
             except GradtraceError as error:
-                raise placed(error, f"a hook on leaf {name}") from error.__cause__ or error
+                raise placed(error, f"a hook on {name}") from error.__cause__ or error
             value = block.gives[0]
             if value != block.takes[0]:  # else the hook did not change the gradient
                 self.blocks.append(block)
