@@ -405,7 +405,10 @@ def same_on_all_ranks(model: ShardedModel | None) -> Iterator[None]:
     if model is not None and not model.agreed(found is None) and found is None:
         found = NonFinite("a gradient of another rank is not finite; its error says which")
     if found is not None:
-        raise found
+        try:
+            raise found
+        finally:
+            del found  # whose traceback refers to this frame
 
 
 def _one_of(word: str, value: str, *allowed: str) -> None:

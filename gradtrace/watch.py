@@ -156,7 +156,7 @@ class watch(Session, Listener):
                 self._contexts.enter_context(ForwardRecorder(self._record, self._innermost))
             self._contexts.enter_context(opened(self._open))
             self._contexts.enter_context(_counted())
-            self._hooks.reset()
+            self._hooks.refresh()
             self.name_table.enter(next_sequence(), NO_MODULE)
         except BaseException:
             self._close()

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import gradtrace as gt
 from gradtrace.autodiff.pass_scope import KEEPER
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import FreedGraph, GradtraceError, NonFinite
 from gradtrace.pytorch.global_switches import load_compiler
 from gradtrace.pytorch.side_effects import restored
 
@@ -287,6 +287,79 @@ def used_up(x: Tensor, tmp_path: Path) -> Tensor:
     return h
 
 
+class Broken(nn.Module):
+    """Its backward pass fails, if it is told to."""
+
+    def __init__(self, when: set[int]) -> None:
+        super().__init__()
+        self.layer, self.when, self.calls = nn.Linear(4, 4), when, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h: Tensor = self.layer(x)
+        return Fails.apply(h) if self.calls - 1 in self.when else h
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError("no gradient")
+
+
+def failing_first(x: Tensor, tmp_path: Path) -> Tensor:
+    """The first trace of a Monitor, which raises."""
+    model = Broken({0})
+    with gt.Monitor(model, every=1, budget=None, file=None) as monitor:
+        h: Tensor = model(x)
+        with pytest.raises(GradtraceError, match="no gradient"):
+            monitor.step(h.sum())
+    return h
+
+
+def failing_later(x: Tensor, tmp_path: Path) -> Tensor:
+    """A later one, which warns."""
+    model = Broken({1})
+    with gt.Monitor(model, every=1, budget=None, file=None) as monitor:
+        monitor.step(model(x).sum())
+        h: Tensor = model(x)
+        with pytest.warns(UserWarning, match="no gradient"):
+            monitor.step(h.sum())
+    return h
+
+
+def failing_diagnosed(x: Tensor, tmp_path: Path) -> Tensor:
+    model = Broken({0})
+    with gt.watch(model, diagnose=True) as watch:
+        h: Tensor = model(x)
+    assert "no gradient" in str(watch.diagnose(h.sum()))
+    return h
+
+
+def not_finite(x: Tensor, tmp_path: Path) -> Tensor:
+    model = net()
+    with gt.watch(model) as watch:
+        h: Tensor = model(x) / 0.0
+    with pytest.raises(NonFinite):
+        watch.trace(h.sum())
+    return h
+
+
+def overwritten(x: Tensor, tmp_path: Path) -> Tensor:
+    model = net()
+    with gt.watch(model, diagnose=True) as watch:
+        h: Tensor = model(x)
+        loss = (h * h.detach()).sum()
+    with torch.no_grad():
+        model[2].weight.add_(1.0)  # type: ignore[operator]
+    with pytest.raises(FreedGraph):
+        watch.diagnose(loss)
+    return h
+
+
 def measured(x: Tensor, tmp_path: Path) -> Tensor:
     model = net()
     with gt.watch(model) as watch:
@@ -347,7 +420,8 @@ CASES: dict[str, Callable[..., Tensor]] = {
         for f in (
             *(by_pairs, whole, monitored, over_data, without, recomputed, hooked, recurrent),
             *(joined, opaque, semirings, schedules, refused, used_up, measured),
-            *(of_a_watch, taken),
+            *(of_a_watch, taken, failing_first, failing_later, failing_diagnosed, not_finite),
+            overwritten,
         )
     },
 }

@@ -471,6 +471,20 @@ def test_later_errors_are_told_and_training_goes_on() -> None:
     assert [table is None for table in monitor.history.influences] == [False, True, False]
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_hooks_are_told_of_where_there_are_some(hooked: bool) -> None:
+    """Not of a model that is called twice in a step, the watch of which is opened again."""
+    model = nn.Linear(4, 3)
+    with gt.Monitor(model, every=1, budget=None) as monitor:
+        for x, _ in batches(2):
+            first = model(x)
+            if hooked:
+                first.register_hook(lambda grad: grad * 2)
+            record = monitor.step((first + model(x + 1)).square().mean())
+            assert record is not None
+            assert [note[:18] for note in record.notes] == ["hooks on gradients"] * hooked
+
+
 # Models of other kinds ----------------------------------------------------------------------------
 
 

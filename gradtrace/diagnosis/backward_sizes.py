@@ -25,6 +25,7 @@ from gradtrace.autodiff.nodes import (
 from gradtrace.autodiff.pass_scope import one_pass
 from gradtrace.autodiff.traversal import walk
 from gradtrace.diagnosis.forward_record import Extent, extent_of
+from gradtrace.errors import FreedGraph
 
 
 class HookedWalk(DenseWalk):
@@ -68,7 +69,7 @@ class BackwardSizes:
     closed: list[Node] = field(default_factory=list)
     stopped: set[Node] = field(default_factory=set)  # at which hooks make zeros of a gradient
     failure: str = ""
-    error: Exception | None = None
+    freed: str = ""  # the text of an error that says that values are gone
     failed: Node | None = None  # where
 
     @property
@@ -124,7 +125,8 @@ def backward_sizes(loss: Tensor, name_table: NameTable, watch: HookWatch) -> Bac
         try:
             state.visit(node, edges)
         except Exception as error:  # of a custom function, or values that were overwritten
-            found.failure, found.error, found.failed = str(error), error, node
+            found.failure, found.failed = str(error), node
+            found.freed = found.failure if isinstance(error, FreedGraph) else ""
         if type(node) is ACCUMULATE and not found.failure:
             found.leaves[id(node.variable)] = node, state.leaves[-1][1]
 

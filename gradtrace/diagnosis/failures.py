@@ -50,10 +50,10 @@ def failure_of(sizes: BackwardSizes, record: ForwardRecord | None) -> Finding | 
     if found := UNDERIVED.search(sizes.failure):
         name, _, argument = found[1].partition(": ")
         return _underived(name, argument, operation, record)
-    if isinstance(sizes.error, FreedGraph):
+    if sizes.freed:
         writer = None if record is None or operation is None else _writer(record, operation)
         if operation is None or writer is None:
-            raise sizes.error
+            raise FreedGraph(sizes.freed)
         return _overwritten(operation, *writer)
     return Finding(
         "backward",

@@ -324,7 +324,7 @@ class Monitor:
         now: float,
         took: float | None,
     ) -> StepRecord | None:
-        schedule = self._schedule
+        schedule, result = self._schedule, None
         try:
             watched = self._sampled.take()
             if watched is None:  # the model itself is not called
@@ -343,7 +343,7 @@ class Monitor:
             schedule.traced()
             return self._publish(result, trace, now, took)
         finally:
-            self._sampled.seconds = 0.0
+            self._sampled.seconds, result = 0.0, None  # an error in it refers to this frame
 
     def _publish(
         self, result: StepResult, trace: Trace | None, now: float, took: float | None
