@@ -9,6 +9,7 @@
 #define RESULTS_PER_WARP (32 / LANES)
 #define FOUR_BLOCKS 256, 4  // threads per block, and blocks per multiprocessor
 #define ROUNDS 2  // in flight at the same time
+#define ALONE (KB < 16)  // each lane searches by itself
 
 // x[i, r, k] is at batch + row + inner, each from a table or a stride.
 struct Operand {
@@ -99,7 +100,7 @@ __device__ __forceinline__ Lines lines(const Side& x, float* to, int r0, int row
   if (quads) {
     for (int at = threadIdx.x; at < rows * K / 4; at += 256) {
       const int r = at / (K / 4), k = at % (K / 4) * 4;
-      *(float4*)(to + r * x.held + k) = *(const float4*)(from + r * x.row + k);
+      fetch(to + r * x.held + k, from + r * x.row + k, 16);
     }
     return {to, (int)x.held, true};
   }
@@ -112,7 +113,7 @@ __device__ __forceinline__ Lines lines(const Side& x, float* to, int r0, int row
   const int across = (held + wide - 1) / wide, down = (rows + high - 1) / high;
   for (int at = warp; at < across * down; at += 8) {
     const int r = at / across * high + dr, k = at % across * wide + dk;
-    if (r < rows && k < held) to[r * x.held + k] = k < K ? from[r * x.row + k * x.inner] : 0.f;
+    if (r < rows && k < held) word(to + r * x.held + k, from + r * x.row + k * x.inner, k < K);
   }
   return {to, (int)x.held, true};
 }
@@ -129,7 +130,7 @@ __device__ __forceinline__ float4 four(const Lines& x, int r, int k, int K) {
 __device__ __forceinline__ int first(const Lines& a, const Lines& b, float best, int from, int top,
                                      int left, int line, int tall, int broad, int* found, int K) {
   const int lane = threadIdx.x % 32, last = (1 << line) - 1;
-#if KB < 16  // each lane by itself: all rows are in shared memory
+#if ALONE  // all rows are in shared memory
   const float* x = a.data + (min(top + (lane >> line), tall - 1) * a.row + from);
   const float* y = b.data + (min(left + (lane & last), broad - 1) * b.row + from);
   const int bits = __float_as_int(best);
@@ -189,7 +190,11 @@ KERNEL(FOUR_BLOCKS, rescan, Rescan) {
   float* second = (float*)memory + (c.a.held ? high * c.a.held : 0);
   const Lines a = lines(c.a, (float*)memory, m0, tall, K);
   const Lines b = lines(c.b, second, n0, broad, K);
-  if (c.a.held || c.b.held) __syncthreads();
+  if (c.a.held || c.b.held) {
+    COMMIT;
+    AWAIT(0);
+    __syncthreads();
+  }
   // These results are of one tile. One thread block of contract has begun it; the following ones
   // may have continued it.
   const int rows = c.rows, columns = c.columns, share = c.share, across = (N + columns - 1) / columns;
@@ -200,19 +205,31 @@ KERNEL(FOUR_BLOCKS, rescan, Rescan) {
   float* value = c.value + z * c.plane + m0 * c.pitch + n0;
   const u8* blocks = c.blocks + ((z * M + m0) * padded + n0);
   const i64 corner = z * c.plane_out + m0 * c.pitch_out + n0;
-  // 32 results: of one row, or 8 each of four rows. Sizes are powers of 2: shifts and masks.
+  // 32 results: of one row, or 8 each of four rows. Sizes are powers of 2: shifts and masks. Where each
+  // lane searches alone, what the next results begin with is read before these are searched, and ids
+  // are written after the next search: both take as long as one. Others lack the registers.
   const int line = wide < 32 ? 3 : 5, groups = 31 - __clz(wide) - line, last = (1 << line) - 1;
+  float best_next = 0.f;
+  int from_next = 0, id = 0, id_at = -1;  // -1: none waits to be written
+  auto begun = [&](int g) {
+    const int top = (g >> groups) << (5 - line), left = (g - (g >> groups << groups)) << line;
+    const int dm = min(top + (lane >> line), tall - 1), dn = min(left + (lane & last), broad - 1);
+    best_next = value[dm * pitch + dn];
+    if (c.blocks) from_next = blocks[dm * padded + dn] * KB;
+  };
+  if (ALONE) begun(warp);
   for (int g = warp; g < high * wide / 32; g += 8) {
     const int top = (g >> groups) << (5 - line), left = (g - (g >> groups << groups)) << line;
+    if (!ALONE && (top >= tall || left >= broad)) continue;
+    if (!ALONE) begun(g);
+    float best = best_next;
+    int from = from_next;
+    if (ALONE) begun(g + 8);
     if (top >= tall || left >= broad) continue;
     const int dm = min(top + (lane >> line), tall - 1), dn = min(left + (lane & last), broad - 1);
     const bool there = top + (lane >> line) < tall && left + (lane & last) < broad;
     const int m = m0 + dm, n = n0 + dn;
-    float* out = value + (dm * pitch + dn);
-    float best = *out;
     const float was = best;
-    int from = 0;
-    if (c.blocks) from = blocks[dm * padded + dn] * KB;
     for (int by = heir; by * share < end; by++) {
       const i64 at = ((i64)by * rows + (m & (rows - 1))) * columns + (n & (columns - 1));
       const float other = c.parts[at];
@@ -220,15 +237,22 @@ KERNEL(FOUR_BLOCKS, rescan, Rescan) {
       best = other;
       if (c.blocks) from = (by * share - begin) * (int)c.BK + c.numbers[at] * KB;
     }
-    if (there && larger(best, was)) *out = best;
+    if (there && larger(best, was)) value[dm * pitch + dn] = best;
     if (!c.blocks) continue;
     const int k = first(a, b, best, from, top, left, line, tall, broad, found[warp], K);
+    if (id_at >= 0) c.ids[corner + id_at] = id;
+    id_at = -1;
     if (!there) continue;
-    const i64 o = corner + (dm * pitch_out + dn);
-    if (c.index) c.index[o] = best == 0.f ? 0 : k;
+    const int o = dm * pitch_out + dn;
+    if (c.index) c.index[corner + o] = best == 0.f ? 0 : k;
     if (!c.ids) continue;
     const Operand& t = c.given;
     const i64 at = place(t.batches, t.batch, z) + place(t.rows, t.row, c.ofb ? n : m);
-    c.ids[o] = best == 0.f ? 0 : ((const int*)t.data)[at + place(t.inners, t.inner, k)];
+    id = best == 0.f ? 0 : ((const int*)t.data)[at + place(t.inners, t.inner, k)];
+    if (ALONE)
+      id_at = o;
+    else
+      c.ids[corner + o] = id;
   }
+  if (id_at >= 0) c.ids[corner + id_at] = id;
 }
