@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -153,9 +153,13 @@ def _contracted(a: Tensor, b: Tensor) -> Ways:
 
 BACKWARD, RECORDING, INFLUENCE = "loss.backward()", "recording", "influence"
 GREEDY, VITERBI = "recording + influence", "recording + influence, viterbi"
-SAMPLED_ELEMENTS = 10_000
-LIMIT = 4.0
-"""What recording and influence of GPT-2 small may take together, over the backward pass."""
+SAMPLED_ELEMENTS, ROWS = 10_000, "influence(leaf_rows=1/16)"
+SAMPLED = f"influence(sample={SAMPLED_ELEMENTS:_})"
+
+SMALL_AIMS = {GREEDY: 2.8, SAMPLED: 1.8}
+BILLION_AIMS = {GREEDY: 8.0, ROWS: 5.0, SAMPLED: 2.5}
+EIGHT_BILLION_AIMS = {GREEDY: 18.0, ROWS: 10.0, SAMPLED: 3.0}
+"""What ways may take, over the backward pass."""
 
 
 def _ways(problem: Problem) -> dict[str, Way]:
@@ -183,7 +187,7 @@ def gpt2_small(setting: Setting) -> Section:
     device = place(setting)
     make = tiny if setting.quick else (lambda: gpt2(TOKENS))
     name = "GPT-2 build, 8 tokens" if setting.quick else "GPT-2 small, 1,024 tokens, float32"
-    section = _compared(f"{name}: a whole trace on a GPU", setting, device, make, LIMIT)
+    section = _compared(f"{name}: a whole trace on a GPU", setting, device, make, SMALL_AIMS)
     return told(section, device, setting)
 
 
@@ -192,14 +196,35 @@ def billion(setting: Setting) -> Section:
     device = place(setting)
     make = small_llama if setting.quick else (lambda: llama(TOKENS, torch.bfloat16))
     name = "Llama build, 8 tokens" if setting.quick else "Llama of 1.1 billion parameters, bfloat16"
-    section = _compared(f"{name}: a whole trace on a GPU", setting, device, make, None)
+    section = _compared(f"{name}: a whole trace on a GPU", setting, device, make, BILLION_AIMS)
     if not setting.quick:
         section.note(
             "As `transformers.LlamaForCausalLM`: 22 layers, 2,048 wide (5,632 within), 32 heads, 8 "
-            "of keys and values, 32,000 words, input and output weights apart; 1,024 tokens. There "
-            "is no target."
+            "of keys and values, 32,000 words, input and output weights apart; 1,024 tokens."
         )
     return told(section, device, setting)
+
+
+def eight_billion(setting: Setting) -> Section:
+    """A Llama of eight billion parameters in bfloat16 at 512 tokens."""
+    device = place(setting)
+    make = small_llama if setting.quick else _large_llama
+    name = "Llama build, 8 tokens" if setting.quick else "Llama of 8 billion parameters, bfloat16"
+    title = f"{name}: a whole trace on a large GPU"
+    section = _compared(title, setting, device, make, EIGHT_BILLION_AIMS, rounds=6)
+    if not setting.quick:
+        section.note(
+            "As `transformers.LlamaForCausalLM`: 32 layers, 4,096 wide (14,336 within), 32 heads, "
+            "8 of keys and values, 128,256 words, input and output weights apart; 512 tokens."
+        )
+    return told(section, device, setting)
+
+
+def _large_llama() -> Problem:
+    return llama(
+        512, torch.bfloat16, vocab_size=128_256, hidden_size=4096, intermediate_size=14_336,
+        num_hidden_layers=32,
+    )  # fmt: skip
 
 
 def tiny(tokens: int = 8, width: int = 16) -> Problem:
@@ -220,7 +245,8 @@ def _compared(
     setting: Setting,
     device: torch.device,
     make: Callable[[], Problem],
-    limit: float | None,
+    aims: Mapping[str, float],
+    rounds: int = 20,
 ) -> Section:
     """Every way's time and memory."""
     section = Section(
@@ -249,7 +275,7 @@ def _compared(
                 section.note(f"{name}: {type(error).__name__}: {error}")
                 del ways[name]
             tidy(device)
-        timed = interleaved(ways, setting.turns(20), patience=40, clock=waited(device))
+        timed = interleaved(ways, setting.turns(rounds), patience=40, clock=waited(device))
     for name in ways:
         now = taken[name]
         section.add(
@@ -258,7 +284,7 @@ def _compared(
             timed.middle(name) * 1e3,
             timed.ratio(name),
             timed.typical(name),
-            setting.limit(limit) if name == GREEDY else None,
+            setting.limit(aims.get(name)),
             None if now is None else now.before / GIB,
             None if now is None else (now.most - now.before) / GIB,
             None if now is None else now.most / GIB,

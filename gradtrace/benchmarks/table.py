@@ -29,6 +29,8 @@ SECTIONS = {
     "gpu-contraction": "gpu.contractions",
     "gpu-gpt2": "gpu.gpt2_small",
     "gpu-billion": "gpu.billion",
+    "gpu-eight-billion": "gpu.eight_billion",
+    "gpu-monitor": "monitor_share.gpu_monitor_share",
     "gpu-measures": "measures.gpu_measures",
     "gpu-tokens": "gpu.over_tokens",
     "gpu-width": "gpu.over_width",
