@@ -1047,3 +1047,25 @@ def test_elements_without_a_target_do_not_all_go_to_one_place() -> None:
     away = at[target < 0]
     assert away.min() >= 3 and away.max() < 3 + UNTARGETED
     assert away.bincount().max() <= 5000 // UNTARGETED * 4 + 4
+
+
+@pytest.mark.parametrize("f", [torch.round, torch.sign, torch.floor], ids=lambda f: f.__name__)
+def test_leaves_behind_steps_have_no_path(f: Callable[[Tensor], Tensor]) -> None:
+    """They take part, as in SUM: their value is the semiring's zero."""
+    a, b = (torch.tensor([1.5, -2.5], requires_grad=True) for _ in range(2))
+    loss = (f(a * 2) * b + 0 * b).sum()
+    found = gradtrace.backward(loss, names={"a": a, "b": b})
+    for semiring in (MAX, ABS, COUNT, BOOL, EXTREMES, ENTROPY, TopK(2)):
+        values = gradtrace.backward(loss, semiring, names={"a": a, "b": b}, leaves=["b", "a"])
+        assert set(values) == set(found)
+        for part in values["a"] if isinstance(values["a"], tuple) else (values["a"],):
+            assert part.shape == a.shape and not part.any()
+    for rule in ("greedy", "edge", "viterbi"):
+        trace = gradtrace.trace(loss, names={"a": a, "b": b}, rule=rule)
+        assert torch.equal(trace.gradients["a"], found["a"]) and not found["a"].any()
+        assert trace.path("b", 0).weight == found["b"][0]
+        with pytest.raises(GradtraceError, match=r"a\[1\] has no path: every contribution to its"):
+            trace.path("a", 1)
+        assert trace.influence().to_dict()["pairs"] == 1
+    both = gradtrace.backward((a + f(a)).sum(), MAX, names={"a": a})
+    assert both["a"].tolist() == [1.0, 1.0]

@@ -23,7 +23,7 @@ from gradtrace.errors import NotLinear, TooLarge
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import Block, Step
 from gradtrace.kernels import backend_of
-from gradtrace.linops import Dense, Identity, Opaque
+from gradtrace.linops import Dense, Identity, Index, Opaque
 from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
 from gradtrace.recording.dense_fallback import (
     Formula,
@@ -34,6 +34,7 @@ from gradtrace.recording.dense_fallback import (
     single,
 )
 from gradtrace.recording.dispatch import DispatchRecorder, close
+from gradtrace.types import Shape
 
 COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 """Fused nodes (a whole recurrent layer) that PyTorch computes by elementary operations when grad
@@ -73,14 +74,19 @@ class FormulaRecorder:
         block.label = labels_of(node)
         with self.recorder:
             outs = self._formula(node, arrived, block)
-            results = self._results(node, edges, outs, block)
+            results = self._results(node, edges, arrived, outs, block)
         block.steps = tuple(self.recorder.steps)
         block.composed = True
         block.opened = self.recorder.opened or block.operator in SEVERAL
         return [(position, out, block.gives[position]) for position, out in results]
 
     def _results(
-        self, node: Node, edges: Edges, outs: Sequence[Tensor | None], block: Block
+        self,
+        node: Node,
+        edges: Edges,
+        arrived: dict[int, tuple[Tensor, int]],
+        outs: Sequence[Tensor | None],
+        block: Block,
     ) -> list[tuple[int, Tensor]]:
         """The results by position; each gets a value number of its own, if need be by an identity
         step.
@@ -95,9 +101,11 @@ class FormulaRecorder:
             if conform_at is None or position in conform_at:
                 out = nodes.conform(out, self.outputs.wanted(child, slot))
             value = self.recorder.values.get(id(out))
-            if value is None:
-                continue  # a constant, which does not depend on the cotangent
-            if value in taken:
+            if value is None and not out.numel():
+                continue
+            if value is None:  # of round(), sign(): zeros, whatever the cotangent is
+                value = self._nothing(*next(iter(arrived.values())), out)
+            elif value in taken:
                 shape, same = shape_of(out), self.recorder.new()
                 step = self.recorder.maps.single(same, Identity(shape), value, real_dtype(out))
                 self.recorder.steps.append(step)
@@ -106,6 +114,13 @@ class FormulaRecorder:
             block.gives[position] = value
             given.append((position, out))
         return given
+
+    def _nothing(self, grad: Tensor, given: int, out: Tensor) -> int:
+        """Record a result to which no path leads; the number of its value."""
+        shape, value = shape_of(out), self.recorder.new()
+        map_ = Index(partial(_zeros, shape), shape_of(grad), shape, fills=True, injective=True)
+        self.recorder.steps.append(self.recorder.maps.single(value, map_, given, real_dtype(out)))
+        return value
 
     def hooked(self, leaf: Tensor, tensor: Tensor, block: Block, name: str) -> Tensor:
         """Run the hooks on a leaf, which is called ``name`` in messages, and record them as the
@@ -288,6 +303,10 @@ class FormulaRecorder:
             recorder.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
             recorder.values[id(out)] = value
         return outs
+
+
+def _zeros(shape: Shape, x: Tensor) -> Tensor:
+    return x.new_zeros(shape)
 
 
 def _nonzero(x: Tensor) -> bool:
