@@ -179,3 +179,35 @@ def test_other_memory_leaves_the_weights_of_the_forward_pass() -> None:
     for p in model.parameters():
         swap(p)
     assert trace.path("0.weight", (0, 0)).weight == before
+
+
+@pytest.mark.parametrize(
+    "new",
+    [lambda b: b * 2 + 1, lambda b: b[:1], lambda b: b.double(), lambda b: b.flip(0)],
+    ids=["other numbers", "shape", "dtype", "order"],
+)
+def test_other_memory_that_is_read_instead(new: Callable[[Tensor], Tensor]) -> None:
+    """Autograd saves a leaf itself, so a factor that is one is read from its new ``.data``."""
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    trace = gt.trace((a * b).square().sum(), names={"a": a, "b": b})
+    trace.path("a", (0, 0))
+    b.data = new(b.detach())
+    for ask in (lambda: trace.path("a", (1, 1)), trace.influence, trace.decompose):
+        with pytest.raises(GradtraceError, match="changed in place since the trace"):
+            ask()
+
+
+def test_a_leaf_of_another_shape_has_no_elements_of_the_old_one() -> None:
+    w = torch.randn(4, 3, requires_grad=True)
+    trace = gt.trace((torch.randn(2, 3) @ w.T).square().sum(), names={"w": w})
+    w.data = torch.randn(3, 4)
+    with pytest.raises(GradtraceError, match="changed in place since the trace"):
+        trace.path("w", (2, 3))
+
+
+def test_a_gradient_that_waits_notices_another_input() -> None:
+    w, x = torch.randn(300, 300, requires_grad=True), torch.randn(2, 300)
+    trace = gt.trace((x @ w).sum(), names={"w": w})
+    x.data = torch.randn(2, 300)
+    with pytest.raises(GradtraceError, match="changed in place since the trace"):
+        trace.gradients["w"]

@@ -342,3 +342,89 @@ def test_new_tensors_say_where_they_are() -> None:
             if made and not {word.arg for word in node.keywords} & {"device", None}:
                 found.append(f"{where}:{node.lineno}")
     assert not found
+
+
+ASKED: dict[str, Callable[[Tensor, Leaves], object]] = {
+    "backward": lambda loss, names: gt.backward(loss, names=names),
+    "MAX": lambda loss, names: gt.backward(loss, gt.semirings.MAX, names=names),
+    "program": lambda loss, names: gt.program(loss, names=names),
+    "trace": lambda loss, names: gt.trace(loss, names=names),
+    "paths": lambda loss, names: gt.enumerate_paths(loss, names=names),
+}
+"""What takes a loss."""
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a", torch.zeros(4), r"a had shape \(3, 4\) in the forward pass, and has \(4,\) now"),
+        ("a", torch.zeros(7), r"a had shape \(3, 4\) .* and has \(7,\) now"),  # a formula fails
+        ("b", torch.zeros(1), r"b had shape \(4,\) .* and has \(1,\) now"),
+        ("a", torch.zeros(3, 4).double(), r"a was of torch.float32 .* and is of torch.float64 now"),
+        ("b", torch.zeros(4).half(), r"b was of torch.float32 .* and is of torch.float16 now"),
+    ],
+    ids=["fits", "fails", "broadcast", "double", "half"],
+)
+def test_a_leaf_of_other_data_is_refused(
+    ask: Callable[[Tensor, Leaves], object], name: str, data: Tensor, words: str
+) -> None:
+    """The gradients of others would be computed from it, those of ``b`` in another shape; a
+    recording that is replayed notices, too.
+    """
+    for change in (False, False, True):
+        leaves = {"a": torch.randn(3, 4, requires_grad=True), "b": torch.randn(4).requires_grad_()}
+        loss = (leaves["a"] * leaves["b"]).square().sum()
+        if not change:
+            ask(loss, leaves)
+            continue
+        leaves[name].data = data
+        with pytest.raises(GradtraceError, match=f"leaf {words}: its .data was set"):
+            ask(loss, leaves)
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_a_leaf_that_is_two_leaves_is_refused(ask: Callable[[Tensor, Leaves], object]) -> None:
+    """Converted and back, it gets a second node, and a part of its gradient was left out."""
+    for change in (False, True):
+        w = torch.randn(3, requires_grad=True)
+        other = w if change else torch.randn(3, requires_grad=True)
+        half = (w * 2).sum()
+        w.data = w.data.double() if change else w.data
+        w.data = w.data.float()
+        loss = half + (other * 3).sum()
+        if change:
+            with pytest.raises(GradtraceError, match=r"leaf w was converted .* it is two leaves"):
+                ask(loss, {"w": w})
+        else:  # a graph of the same shape, whose recording may be kept
+            ask(loss, {"w": w, "other": other})
+
+
+def test_a_term_and_diagnose_tell_of_other_data() -> None:
+    model = nn.Linear(3, 1)
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(2, 3)).sum()
+    model.double()
+    with pytest.raises(GradtraceError, match=r"term 'all': leaf (weight|bias) was of"):
+        watch.conflicts({"all": loss, "half": 0.5 * loss})
+    assert "was of torch.float32 in the forward pass" in str(watch.diagnose(loss))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss: setattr(loss, "data", torch.zeros(5)),
+        lambda loss: setattr(loss, "data", loss.data.double()),
+        lambda loss: torch.no_grad()(loss.unsqueeze_)(0),
+    ],
+    ids=["shape", "dtype", "in place"],
+)
+def test_a_loss_of_other_data_is_refused(change: Callable[[Tensor], object]) -> None:
+    w = torch.randn(3, requires_grad=True)
+    for ask in ASKED.values():
+        loss = (w * 2).sum()
+        change(loss)
+        with pytest.raises(
+            Unsupported, match=r"its operator made one of shape \(\) and torch.float32"
+        ):
+            ask(loss, {"w": w})

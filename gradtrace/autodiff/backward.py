@@ -74,6 +74,7 @@ class GradientWalk:
         kind = type(node)
         if kind is ACCUMULATE:
             variable = node.variable
+            self.name_table.check_leaf(node)
             if variable._backward_hooks and hooks.has_active_hooks(variable):
                 grads = hooks.run_leaf_hooks(variable, grads, self.name_table.spoken(variable))
             grad = grads[0]
@@ -182,6 +183,7 @@ def gradient(
     """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
     with one_pass(), walking(loss, seed, name_table, watch) as state:
         walk(loss, state.visit, order)
+    name_table.check_once(leaf for leaf, _ in state.leaves)
     return state.leaves
 
 

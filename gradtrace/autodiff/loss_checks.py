@@ -118,6 +118,7 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
             f"the loss is of {loss.dtype}, which PyTorch cannot compute gradients in; convert it "
             "(loss.float()) where it is made"
         )
+    _check_unchanged(loss)
     _check_gathered(loss, name_table)
     wrapped = {
         key: names[0]
@@ -127,6 +128,22 @@ def admit(loss: object, name_table: NameTable, elements: bool = True) -> None:
     for node in pending(root_of(loss))[0] if wrapped and elements else ():
         if type(node) is ACCUMULATE and id(node.variable) in wrapped:
             refuse_wrapper(node.variable, f"leaf {wrapped[id(node.variable)]}")
+
+
+def _check_unchanged(loss: Tensor) -> None:
+    """Refuse a loss that was given other data than its operator made."""
+    made = nodes.wanted(root_of(loss), nodes.slot_of(loss))
+    if (
+        tuple(made.shape) != loss.shape
+        or made.dtype is not loss.dtype
+        or made.device != loss.device
+    ):
+        raise Unsupported(
+            f"the loss is of shape {tuple(loss.shape)} and {loss.dtype} on {loss.device}, and its "
+            f"operator made one of shape {tuple(made.shape)} and {made.dtype} on {made.device}: "
+            "its .data was set to another tensor, or it was reshaped in place under no_grad; trace "
+            "the loss as the forward pass returned it"
+        )
 
 
 def _check_gathered(loss: Tensor, name_table: NameTable) -> None:

@@ -29,6 +29,7 @@ from gradtrace.autodiff.nodes import (
     edges_of,
     explain,
     name_of,
+    replaced,
     root_of,
     sequence_of,
 )
@@ -213,10 +214,42 @@ class NameTable(CallRanges):
     def place(
         self, error: Exception, node: Node, place: ModuleCall | None = None
     ) -> GradtraceError:
-        """The error with the operator and the module where it occurred in its message."""
+        """The error with the operator and the module where it occurred in its message; the cause,
+        if it is a leaf below that is not what it was in the forward pass.
+        """
+        for below in pending(node)[0]:
+            if type(below) is ACCUMULATE and replaced(below):
+                return self.replaced_leaf(below)
         if not isinstance(error, GradtraceError):
             return explain(error, node, self.where(node, place))
         return placed(error, self.describe(node, place))
+
+    def check_leaf(self, node: Node) -> None:
+        """Raise if the leaf of a node is not what it was in the forward pass."""
+        if replaced(node):
+            raise self.replaced_leaf(node)
+
+    def replaced_leaf(self, node: Node) -> GradtraceError:
+        """The error for a leaf that is not what it was in the forward pass."""
+        return GradtraceError(
+            f"{self.spoken(node.variable)} {replaced(node)}: its .data was set to another "
+            "tensor (as by model.double(), model.to(...)), from which operators that saved the "
+            "leaf read now. Run the forward pass again, and trace its loss before that"
+        )
+
+    def check_once(self, leaves: Iterable[Tensor]) -> None:
+        """Raise if a leaf has two nodes, of which each has a part of its gradient: converted
+        between two uses, it got another.
+        """
+        met: set[int] = set()
+        for leaf in leaves:
+            if id(leaf) in met:
+                raise GradtraceError(
+                    f"{self.spoken(leaf)} was converted to another dtype or device and back "
+                    "between two uses in the forward pass, so it is two leaves to autograd; "
+                    "convert it before the forward pass, or use leaf.to(...) where it is used"
+                )
+            met.add(id(leaf))
 
     def describe(self, node: Node, place: ModuleCall | None = None) -> str:
         """``AddmmBackward0 (in encoder.mix)``."""

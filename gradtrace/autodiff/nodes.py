@@ -199,6 +199,24 @@ def wanted(node: Node, slot: int) -> Any:
     return node.variable if type(node) is ACCUMULATE else node._input_metadata[slot]
 
 
+def replaced(node: Node) -> str:
+    """What of a leaf is not as it was when operators used it, since its ``.data`` was set to
+    another tensor; empty if all is. The node knows what the leaf was, and values saved of a leaf
+    are read from what it is now.
+    """
+    leaf = node.variable
+    if leaf.is_nested:
+        return ""  # has no shape to compare
+    then = node._input_metadata[0]
+    if tuple(then.shape) != leaf.shape:
+        return f"had shape {tuple(then.shape)} in the forward pass, and has {tuple(leaf.shape)} now"
+    if then.dtype is not leaf.dtype:
+        return f"was of {then.dtype} in the forward pass, and is of {leaf.dtype} now"
+    if then.device != leaf.device:
+        return f"was on {then.device} in the forward pass, and is on {leaf.device} now"
+    return ""
+
+
 class Outputs:
     """``wanted`` with a cache, for one pass.
 

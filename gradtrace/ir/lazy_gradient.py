@@ -17,6 +17,7 @@ from torch import Tensor
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels.sync import fetch_scalars
 from gradtrace.linops import Contract, Map, Scatter
+from gradtrace.pytorch.replaced_data import data_of, have_data
 
 WEIGHT_GRADIENT_SPEC = "mn,mk->kn"
 """Einsum for the gradient of w in ``x @ w``. It sums over rows m, so several such products become
@@ -58,16 +59,18 @@ class LazyPart:
 class LazyGradient:
     """A sum of contributions that has not been computed yet.
 
-    ``versions`` are the version counters of the tensors it reads, so that ``total`` can refuse if
-    one of them was changed in place since.
+    ``versions`` are the version counters of the tensors it reads, ``data`` where these lie, so that
+    ``total`` can refuse if one of them was changed since.
     """
 
     parts: list[LazyPart]
     versions: list[tuple[Tensor, int]] = field(init=False)
+    data: list[tuple[Tensor, Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
         held = [t for part in self.parts if part.maps for t in (part.x, *_operands(part.maps))]
         self.versions = [(tensor, tensor._version) for tensor in held]
+        self.data = data_of(held)
 
     def mapped(self, maps: Sequence[Map]) -> LazyGradient:
         """The gradient after further maps."""
@@ -85,6 +88,7 @@ class LazyGradient:
             else:
                 self.parts[0] = LazyPart((), self.parts[0].x + part.x)
         self.versions += other.versions
+        self.data += other.data
         return self
 
     def surely_finite(self, sizes: Mapping[int, float]) -> bool:
@@ -94,7 +98,8 @@ class LazyGradient:
 
     def total(self) -> Tensor:
         """The gradient, computed now. Raises if an operand was changed in place."""
-        if any(tensor._version != version for tensor, version in self.versions):
+        changed = any(tensor._version != version for tensor, version in self.versions)
+        if changed or not have_data(self.data):
             raise GradtraceError(
                 "activations were changed in place since the trace was made, so a gradient that "
                 "nobody asked for until now can no longer be computed; ask for it before"

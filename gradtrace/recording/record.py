@@ -129,6 +129,7 @@ class ProgramRecorder:
         kind = type(node)
         if kind is ACCUMULATE:
             self.visited[node] = edges, arrived[0][1]
+            self.name_table.check_leaf(node)
             self._leaf(node.variable, *arrived[0])
             return
         known = self.kinds.get(kind) or self._kind(kind)
@@ -360,6 +361,7 @@ def record(
         with closing(recorder), _assuming(bare, checks), one_pass():
             walk(loss, recorder.visit, order)
             recorder.products.batched_weights.flush()
+        name_table.check_once(leaf.tensor for leaf in recorder.leaves)
         kept = {} if bare else recorder.cache.values
         constants = Constants(seed, recorder.maps, recorder.leaves, kept, recorder.parts())
         if recorder.products.changes_device:

@@ -107,7 +107,7 @@ class _Run:
             if type(entry) is RuleNode:
                 self._rule(node, out, entry)
             elif type(entry) is LeafNode:
-                self._leaf(node.variable, entry)
+                self._leaf(node, entry)
             elif type(entry) is FormulaNode:
                 self._formula(node, out, entry)
             elif type(entry) is JoinNode:
@@ -248,7 +248,10 @@ class _Run:
             self.products.changes_device |= out.device != self.seed.device
             self._pass_on(out, how)
 
-    def _leaf(self, leaf: Tensor, entry: LeafNode) -> None:
+    def _leaf(self, node: Node, entry: LeafNode) -> None:
+        leaf = node.variable
+        if nodes.replaced(node):
+            raise Mismatch("a leaf was replaced after the forward pass")
         if leaf._backward_hooks:
             raise Mismatch("hooks stand on its leaves")
         if leaf.device != self.seed.device and leaf.dim():
@@ -267,6 +270,8 @@ class _Run:
             or next(self.products.decided, None) is not None
         ):
             raise Mismatch("it has other maps")
+        if len({id(leaf.tensor) for leaf in self.leaves}) < len(self.leaves):
+            raise Mismatch("a leaf is two leaves to autograd")
         if self.products.changes_device:
             raise Mismatch("it is over several devices")
         if self.checks is not None and not self.checks.fulfilled():

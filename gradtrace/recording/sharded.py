@@ -63,7 +63,8 @@ class ShardedRecorder(ProgramRecorder):
         self.recorded = len(self.maps)
         for lazy in self.deferred.values():
             if any(reads_memory_of(map_, owners) for part in lazy.parts for map_ in part.maps):
-                lazy.parts, lazy.versions = [LazyPart((), lazy.total())], []
+                lazy.parts = [LazyPart((), lazy.total())]
+                lazy.versions, lazy.data = [], []
 
 
 def recorder_of(loss: Tensor, name_table: NameTable) -> Callable[..., ProgramRecorder]:

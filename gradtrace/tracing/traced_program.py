@@ -23,6 +23,7 @@ from gradtrace.linops.enclosed import tensors_in
 from gradtrace.linops.read_through import AwayView, sharded_model, views_of
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.paths.paths import Builder
+from gradtrace.pytorch.replaced_data import data_of, have_data
 from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
@@ -234,6 +235,8 @@ class TensorStates:
         shards = (leaf.shard for leaf in program.leaves if leaf.shard is not None)
         tensors = [*weights_of(program), *shards]
         self.versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        self._data = data_of(tensors)
+        self._shapes = [(leaf.tensor, leaf.tensor.shape) for leaf in program.leaves]
         given = (t for t in tensors if not t.requires_grad)  # inputs, buffers, masks
         self._prints = (
             WeightFingerprints(leaf.stored for leaf in program.leaves),
@@ -241,9 +244,10 @@ class TensorStates:
         )
 
     def hold(self) -> bool:
-        """Whether none of them has been changed in place."""
+        """Whether none of them has been changed in place, or its ``.data`` set to others."""
         changed = any(tensor._version != version for tensor, version in self.versions)
-        return not changed and all(each.hold() for each in self._prints)
+        changed = changed or any(tensor.shape != shape for tensor, shape in self._shapes)
+        return not changed and have_data(self._data) and all(each.hold() for each in self._prints)
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
