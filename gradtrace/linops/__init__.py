@@ -12,7 +12,7 @@ from gradtrace.linops.dense import Dense, Opaque
 from gradtrace.linops.diag_low_rank import Normaliser
 from gradtrace.linops.distances import Distances
 from gradtrace.linops.elementwise import Scale
-from gradtrace.linops.gather import Cut, Identity, Index, Slot, gather, tiled, tiling
+from gradtrace.linops.gather import Cut, Identity, Index, Slot, gather, nothing, tiled, tiling
 from gradtrace.linops.reduce import Reduce
 from gradtrace.linops.scatter import Scatter
 from gradtrace.linops.side_by_side import SideBySide, copied
@@ -44,6 +44,7 @@ __all__ = [
     "copied",
     "gather",
     "is_permutation",
+    "nothing",
     "tiled",
     "tiling",
     "transposed",

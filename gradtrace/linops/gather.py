@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -260,6 +261,19 @@ def tiled(maps: Sequence[Map], parts: Sequence[Tensor], order: list[int]) -> Ten
     cuts = [(parts[n], slots[n].cut) for n in order]
     pieces = [part if part.shape == cut else part.reshape(cut) for part, cut in cuts]
     return torch.cat(pieces, slots[0].dim)
+
+
+def nothing(in_shape: Shape, out_shape: Shape) -> Index:
+    """The ``Index`` of which no element has a source: what no path leads to.
+
+    >>> nothing((2,), (3,)).apply(torch.ones(2))
+    tensor([0., 0., 0.])
+    """
+    return Index(partial(_zeros, out_shape), in_shape, out_shape, fills=True, injective=True)
+
+
+def _zeros(shape: Shape, x: Tensor) -> Tensor:
+    return x.new_zeros(shape)
 
 
 def gather(source: Tensor, in_shape: Shape) -> Index:

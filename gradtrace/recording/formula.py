@@ -23,7 +23,7 @@ from gradtrace.errors import NotLinear, TooLarge
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import Block, Step
 from gradtrace.kernels import backend_of
-from gradtrace.linops import Dense, Identity, Index, Opaque
+from gradtrace.linops import Dense, Identity, Opaque, nothing
 from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
 from gradtrace.recording.dense_fallback import (
     Formula,
@@ -34,7 +34,6 @@ from gradtrace.recording.dense_fallback import (
     single,
 )
 from gradtrace.recording.dispatch import DispatchRecorder, close
-from gradtrace.types import Shape
 
 COMPOSED = frozenset({"MkldnnRnnLayerBackward0"})
 """Fused nodes (a whole recurrent layer) that PyTorch computes by elementary operations when grad
@@ -101,8 +100,6 @@ class FormulaRecorder:
             if conform_at is None or position in conform_at:
                 out = nodes.conform(out, self.outputs.wanted(child, slot))
             value = self.recorder.values.get(id(out))
-            if value is None and not out.numel():
-                continue
             if value is None:  # of round(), sign(): zeros, whatever the cotangent is
                 value = self._nothing(*next(iter(arrived.values())), out)
             elif value in taken:
@@ -118,7 +115,7 @@ class FormulaRecorder:
     def _nothing(self, grad: Tensor, given: int, out: Tensor) -> int:
         """Record a result to which no path leads; the number of its value."""
         shape, value = shape_of(out), self.recorder.new()
-        map_ = Index(partial(_zeros, shape), shape_of(grad), shape, fills=True, injective=True)
+        map_ = nothing(shape_of(grad), shape)
         self.recorder.steps.append(self.recorder.maps.single(value, map_, given, real_dtype(out)))
         return value
 
@@ -133,7 +130,9 @@ class FormulaRecorder:
         with self.recorder:
             (changed,) = hooks.run_leaf_hooks(leaf, [tensor], name)
         if id(changed) not in self.recorder.values:
-            raise NotLinear("the gradient was replaced by one that has nothing to do with it")
+            if changed is None or _nonzero(changed):
+                raise NotLinear("the gradient was replaced by one that has nothing to do with it")
+            self.recorder.values[id(changed)] = self._nothing(tensor, block.takes[0], changed)
         self.recorder.end_users_code()
         self._check_linear(self.recorder.steps, [tensor], given, [changed])
         block.steps = tuple(self.recorder.steps)
@@ -303,10 +302,6 @@ class FormulaRecorder:
             recorder.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
             recorder.values[id(out)] = value
         return outs
-
-
-def _zeros(shape: Shape, x: Tensor) -> Tensor:
-    return x.new_zeros(shape)
 
 
 def _nonzero(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.nodes import Edges, Node, signed
-from gradtrace.linops import Index, Map, Scale, Scan
+from gradtrace.linops import Index, Map, Scale, Scan, nothing
 from gradtrace.recording.node_rules.base import (
     Chain,
     JoinedCotangent,
@@ -86,13 +86,13 @@ def to_copy(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleRes
 
 
 def cat(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
-    """``cat``: each argument is a slice along ``dim``; arguments of shape ``(0,)`` are skipped."""
+    """``cat``: each argument is a slice along ``dim``, but for empty ones of shape ``(0,)``."""
     dim, start, shape = signed(node._saved_dim) % grad.dim(), 0, grad.shape
     found: list[tuple[Tensor, Chain] | None] = []
     for out in as_tuple(node(grad)):
         part = out.shape
         if part == (0,):
-            found.append(None)
+            found.append((out, [nothing(tuple(shape), (0,))]))
             continue
         found.append((out, cut(dim, start, shape, part)))
         start += part[dim]
