@@ -28,7 +28,7 @@ from gradtrace.errors import (
 )
 from gradtrace.graphs.graph import Graph, build
 from gradtrace.ir import interpreter, memory
-from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite
+from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite, surely_finite
 from gradtrace.ir.program import Program
 from gradtrace.kernels import backend_of
 from gradtrace.measures.conflicts import Conflicts, checked_terms, compared
@@ -118,6 +118,7 @@ class Session:
         admit(loss, table, elements=semiring is not SUM)
         seed = seed_of(loss, cotangent)
         notes: tuple[str, ...] = ()
+        program = None
         if semiring is SUM:
             found = gradient(loss, seed, table, hooks, schedule)
             RECENT.refresh()
@@ -131,10 +132,25 @@ class Session:
         if notes:
             text = f"values of {semiring.name} are not exact. {'; '.join(notes)}"
             warnings.warn(text, stacklevel=self._frames)
-        if semiring is SUM and nonfinite == "raise":
+        if nonfinite == "raise":
             with same_on_all_ranks(table.sharded):
-                refuse_nonfinite(named, loss, seed, table, hooks)
+                doubtful = named if program is None else self._doubtful(loss, program, named)
+                refuse_nonfinite(doubtful, loss, seed, table, hooks)
         return named
+
+    def _doubtful(
+        self, loss: Tensor, program: Program, found: Mapping[str, Tensor | tuple[Tensor, ...]]
+    ) -> dict[str, Tensor]:
+        """The gradients of a program that gave the values ``found`` in another semiring, which may
+        not tell of NaN; none where nothing is that they could be NaN of.
+        """
+        values = (
+            x for each in found.values() for x in ([each] if isinstance(each, Tensor) else each)
+        )
+        if self.name_table.sharded is None and surely_finite(program, [loss.detach(), *values]):
+            return {}
+        gradients, _ = _named([*interpreter.run(program, SUM).items()], self.name_table, loss)
+        return {name: each for name, each in gradients.items() if name in found}
 
     @isolated()
     def program(

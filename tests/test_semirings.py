@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gradtrace
 from gradtrace import semirings
-from gradtrace.errors import GradtraceError, OutOfRange
+from gradtrace.errors import GradtraceError, NonFinite, OutOfRange
 from gradtrace.ir.interpreter import run
 from gradtrace.semirings import (
     ABS,
@@ -1069,3 +1069,61 @@ def test_leaves_behind_steps_have_no_path(f: Callable[[Tensor], Tensor]) -> None
         assert trace.influence().to_dict()["pairs"] == 1
     both = gradtrace.backward((a + f(a)).sum(), MAX, names={"a": a})
     assert both["a"].tolist() == [1.0, 1.0]
+
+
+LEAVES_WITHOUT_A_WAY: dict[str, Callable[[Tensor], Tensor]] = {
+    "an empty part, rounded": lambda a: a[:0].round(),
+    "an empty part, joined": lambda a: torch.cat([torch.zeros(2), a[:0]]),
+    "a hook that gives zeros": lambda a: (a.register_hook(torch.zeros_like), a * 2)[1],
+    "a hook that gives zeros in between": lambda a: _hooked(a * 2),
+}
+
+
+def _hooked(x: Tensor) -> Tensor:
+    x.register_hook(torch.zeros_like)
+    return x.tanh()
+
+
+@pytest.mark.parametrize("f", LEAVES_WITHOUT_A_WAY.values(), ids=LEAVES_WITHOUT_A_WAY)
+def test_leaves_without_a_way_take_part(f: Callable[[Tensor], Tensor]) -> None:
+    a, b = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
+    loss = f(a).sum() + (b * 3).sum()
+    wanted = gradtrace.backward(loss, names={"a": a, "b": b})
+    assert not wanted["a"].any()
+    for semiring in (MAX, COUNT, TopK(2)):
+        assert set(gradtrace.backward(loss, semiring, names={"a": a, "b": b})) == {"a", "b"}
+    for _ in range(3):  # recorded, replayed, by a kept plan
+        trace = gradtrace.trace(loss, names={"a": a, "b": b})
+        assert torch.equal(trace.gradients["a"], wanted["a"])
+        assert trace.influence("operators").to_dict()["pairs"] == 1
+
+
+BAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda a: a * math.nan,
+    "a root of 0": lambda a: (a * 0).sqrt(),
+    "softmax": lambda a: (a * math.inf).softmax(0),
+    "a loss": lambda a: a.log() - a.log(),
+    "activations": lambda a: (a * 1e30) * (a * 1e30),
+}
+
+
+@pytest.mark.parametrize("f", BAD.values(), ids=BAD)
+def test_nan_is_told_in_every_semiring(f: Callable[[Tensor], Tensor]) -> None:
+    """In the words of SUM; COUNT and BOOL have no NaN in their values."""
+    a = torch.tensor([0.0, 2.0], requires_grad=True)
+    with pytest.raises(NonFinite) as plain:
+        gradtrace.backward(f(a).sum(), names={"a": a})
+    for semiring in (MAX, ABS, COUNT, BOOL, EXTREMES, ENTROPY, TopK(2), Max(log=True)):
+        with pytest.raises(NonFinite) as found:
+            gradtrace.backward(f(a).sum(), semiring, names={"a": a})
+        assert str(found.value) == str(plain.value)
+        gradtrace.backward(f(a).sum(), semiring, nonfinite="allow")
+
+
+def test_numbers_that_are_not_finite_and_do_no_harm_are_allowed() -> None:
+    """What no gradient is made of, and zeros of a semiring of logarithms."""
+    a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    masked = a.masked_fill(torch.tensor([False, True, False]), -math.inf)
+    for semiring in (SUM, MAX, COUNT, Max(log=True)):
+        gradtrace.backward(masked.log_softmax(0)[0], semiring)
+        gradtrace.backward(a.sum() + math.inf, semiring)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,9 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.errors import NonFinite
 from gradtrace.ir.lazy_gradient import LazyGradient, sizes_of
-from gradtrace.ir.program import Leaf
+from gradtrace.ir.program import Leaf, Program
 from gradtrace.kernels import Backend, backend_of
+from gradtrace.linops.enclosed import parts_of
 from gradtrace.pytorch.plain_tensors import PLAIN, numbers_of
 
 
@@ -24,6 +27,25 @@ def maybe_nonfinite(named: Mapping[str, Leaf]) -> list[str]:
     sizes = sizes_of(lazy.values()) if lazy else {}
     sure = {name for name, sum_ in lazy.items() if sum_.surely_finite(sizes)}
     return [name for name, leaf in named.items() if name not in sure and leaf.layout is None]
+
+
+def surely_finite(program: Program, values: Iterable[Tensor]) -> bool:
+    """Whether nothing that a program reads is NaN or infinite, nor these values, such as those that
+    it gave in a semiring. False also if ranks hold parts of its values: they must go on alike.
+    """
+    if program.constants.parts is not None:
+        return False
+    tensors, waiting = [program.seed, *values], list[Any](program.maps)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor):
+            tensors.append(each)
+        elif isinstance(each, float) and not isfinite(each):
+            return False
+        else:
+            waiting += parts_of(each)
+    read = {id(x): x for x in tensors if x.is_floating_point() and x.layout is torch.strided}
+    return sums_are_finite(read.values())
 
 
 def refuse_nonfinite(
