@@ -758,3 +758,30 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         change(broken)
         with pytest.raises(SchemaMismatch):
             schemas.DECOMPOSITION(broken)
+
+
+def test_a_share_of_nothing_has_no_text() -> None:
+    """Of a gradient that is 0, or whose contributions cancel."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with gt.watch(model) as watch:
+        out = model(torch.randn(5, 3)) * 0.0
+    a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
+    cancels = gt.trace((a * b - a * b).sum(), names={"a": a, "b": b})
+    for trace in (watch.trace(out.sum()), watch.trace(out[:, 0]), cancels):
+        results: list[Any] = [trace.decompose("operators"), trace.influence("operators")]
+        results += [trace.mass("operators"), trace.choices(), trace.coverage(), trace.spectrum()]
+        results += [trace.paths(sample=3), trace.agreement(), trace.flow(), trace.decompose()]
+        for result in results:
+            assert "nan" not in f"{result} {result!r} {result._repr_html_()}", result
+    path = cancels.path("a", 0)
+    assert "leaf                  3       [0]" in str(path) and "nan" not in str(path)
+
+
+def test_where_a_gradient_is_0_a_decomposition_says_so() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with gt.watch(model) as watch:
+        loss = model(torch.randn(5, 3)).sum() * 0.0
+    text = str(watch.trace(loss).decompose())
+    assert "no share of 1, 2: the gradient of all leaves outside is 0" in text
+    assert "shares add up" not in text

@@ -355,9 +355,13 @@ class Decomposition(ComponentRows[ComponentPart], Tabular):
         if none:
             found.append(f"no path from a leaf outside can pass {listed(none)}")
         overlap = [f"{a} and {b}" for (a, b), p in pairs.items() if p.overlap]
-        total = sum(each.whole.share for each in self.rows if each.leaves)
-        if overlap and not abs(total - 1) < WHOLE_SHARE:  # experts of a grouped product make 100%
-            differ = len({each.leaves for each in self.rows if each.leaves}) > 1
+        shared = [each for each in self.rows if not isnan(each.whole.share)]
+        still = [each.name for each in self.rows if each.leaves and not each.whole.e]
+        if still:
+            found.append(f"no share of {listed(still)}: the gradient of all leaves outside is 0")
+        total = sum(each.whole.share for each in shared)
+        if overlap and shared and not abs(total - 1) < WHOLE_SHARE:  # grouped experts make 100%
+            differ = len({each.leaves for each in shared}) > 1
             own = "each is of the gradient of its own leaves, and " if differ else ""
             found.append(
                 f"shares add up to {total:.1%}, and need not make 100%: {own}a path that passes "

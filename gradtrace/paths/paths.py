@@ -141,7 +141,7 @@ class Path(Summarised):
             return ""
         if not self.gradient:
             return "; its contributions cancel to 0"
-        return f", coverage {self.coverage:.1%}"
+        return "" if isnan(self.coverage) else f", coverage {self.coverage:.1%}"
 
     def __len__(self) -> int:
         return len(self.steps)
