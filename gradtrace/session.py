@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
@@ -138,19 +138,14 @@ class Session:
                 refuse_nonfinite(doubtful, loss, seed, table, hooks)
         return named
 
-    def _doubtful(
-        self, loss: Tensor, program: Program, found: Mapping[str, Tensor | tuple[Tensor, ...]]
-    ) -> dict[str, Tensor]:
-        """The gradients of a program that gave the values ``found`` in another semiring, which may
-        not tell of NaN; none where nothing is that they could be NaN of.
+    def _doubtful(self, loss: Tensor, program: Program, names: Container[str]) -> dict[str, Tensor]:
+        """The gradients of a program that was run in another semiring, whose values may not tell of
+        NaN; none where nothing is that they could be NaN of.
         """
-        values = (
-            x for each in found.values() for x in ([each] if isinstance(each, Tensor) else each)
-        )
-        if self.name_table.sharded is None and surely_finite(program, [loss.detach(), *values]):
+        if self.name_table.sharded is None and surely_finite(program):
             return {}
         gradients, _ = _named([*interpreter.run(program, SUM).items()], self.name_table, loss)
-        return {name: each for name, each in gradients.items() if name in found}
+        return {name: each for name, each in gradients.items() if name in names}
 
     @isolated()
     def program(

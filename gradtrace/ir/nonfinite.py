@@ -29,13 +29,14 @@ def maybe_nonfinite(named: Mapping[str, Leaf]) -> list[str]:
     return [name for name, leaf in named.items() if name not in sure and leaf.layout is None]
 
 
-def surely_finite(program: Program, values: Iterable[Tensor]) -> bool:
-    """Whether nothing that a program reads is NaN or infinite, nor these values, such as those that
-    it gave in a semiring. False also if ranks hold parts of its values: they must go on alike.
+def surely_finite(program: Program) -> bool:
+    """Whether nothing that a program reads is NaN or infinite. A gradient may still overflow;
+    values of other semirings have a wider range. False also if ranks hold parts of its values: they
+    must go on alike.
     """
     if program.constants.parts is not None:
         return False
-    tensors, waiting = [program.seed, *values], list[Any](program.maps)
+    tensors, waiting = [program.seed], list[Any](program.maps)
     while waiting:
         each = waiting.pop()
         if isinstance(each, Tensor):
