@@ -449,14 +449,9 @@ def _cell(kind: str, value: object) -> str:
 
     >>> _cell("count", 1234567), _cell("share", 0.1234), _cell("number", 3.14159), _cell("text", 1)
     ('1,234,567', '12.3%', '3.142', '1')
-
-    A share of nothing is nan, and has no text; a number that is nan was computed.
-
-    >>> _cell("share", nan), _cell("number", nan)
-    ('–', 'nan')
     """
     value = _scalar(value)
-    if value is None or (kind == "share" and value != value):
+    if value is None:
         return "–"
     if isinstance(value, int) and abs(value) >= (
         2**DECIMAL_MAX_BITS if kind == "text" else ROUND_COUNTS_FROM

@@ -181,7 +181,7 @@ class Mass(ComponentRows[MassRow], Tabular):
             (
                 row.name,
                 known(row.share),
-                *([row.moments.error(self.pairs)] if many else []),
+                *([known(row.moments.error(self.pairs))] if many else []),
                 row.mass,
                 row.eligible,
             )

@@ -13,7 +13,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from gradtrace.io.table import Summarised, Tabular, TextColumn, TextTable
+from gradtrace.io.table import Summarised, Tabular, TextColumn, TextTable, known
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program
 from gradtrace.linops.indexing import repeated
@@ -126,7 +126,7 @@ class Path(Summarised):
                 str(list(step.index)),
                 step.derivative,
                 step.gradient,
-                step.share,
+                known(step.share),
             )
             for step in self.steps
         )
@@ -215,7 +215,7 @@ class Paths(Tabular, Sequence[Path]):
             TextColumn("way"),
         )
         rows = tuple(
-            (p.name, str(list(p.index)), p.weight, p.gradient, p.coverage, len(p), _route(p))
+            (p.name, str(list(p.index)), p.weight, p.gradient, known(p.coverage), len(p), _route(p))
             for p in self.items
         )
         return TextTable(self.title, columns, rows)

@@ -169,7 +169,7 @@ class Choices(RowSequence[Choice], Tabular):
                 row.branch,
                 int(row.count.t),
                 row.count.share if row.count.e else None,
-                *([row.count.error(self.pairs)] if many else []),
+                *([known(row.count.error(self.pairs))] if many else []),
                 row.gradient.share if row.gradient.e else None,
                 *(known(row.others.get(measure, nan)) for measure in more),
             )

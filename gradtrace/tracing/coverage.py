@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from gradtrace.io import schemas
-from gradtrace.io.table import Summarised, TextColumn, TextTable
+from gradtrace.io.table import Summarised, TextColumn, TextTable, known
 from gradtrace.io.validation import check_read
 from gradtrace.tracing.followed import (
     MAX_LOSSES,
@@ -161,7 +161,7 @@ class Coverage(Summarised):
         )
         row = (self.median, *self.quartiles, self.opposite, self.heavy, self.cancelled)
         counts = self.nonfinite, self.elements, self.unreached
-        return TextTable("Coverage of paths", columns, ((*row, *counts),), self.lines())
+        return TextTable("Coverage of paths", columns, ((*map(known, row), *counts),), self.lines())
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
