@@ -16,6 +16,7 @@ from gradtrace.attribution.result import Attribution
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.backward import RECENT, gradient, seed_of
 from gradtrace.autodiff.loss_checks import admit, isolated
+from gradtrace.autodiff.moved_modules import Names
 from gradtrace.autodiff.names import Gradients, LazyGradients, NameTable, placing
 from gradtrace.autodiff.traversal import walk
 from gradtrace.errors import (
@@ -254,10 +255,12 @@ class Session:
                 raise NonFinite(f"{error}{self._origin_of(loss)}") from None
         names = {leaf.value: name for name, leaf in named.items()}
         found = (program, gradients, rule, granularity, loss.numel(), self._classes(), names)
-        return Trace(*found, model=self.model, unseen=self._unseen(names.values(), aliases))
+        return Trace(*found, model=self.model, unseen=self._unseen(loss, names.values(), aliases))
 
-    def _unseen(self, leaves: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-        """A note on modules whose parameters were used by calls that could not be seen."""
+    def _unseen(self, loss: Tensor, leaves: Names, aliases: Mapping[str, str]) -> tuple[str, ...]:
+        """Notes on modules whose parameters were used by calls that could not be seen, or that were
+        called by other names than they have now.
+        """
         return ()
 
     @isolated()

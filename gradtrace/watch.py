@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.loss_checks import isolated, unseen_modules, unwatched
+from gradtrace.autodiff.moved_modules import Moves, Names, moved_modules, names_of_moved
 from gradtrace.autodiff.names import (
     GIVEN,
     MADE,
@@ -56,6 +58,9 @@ from gradtrace.session import Session
 from gradtrace.trace import Trace
 
 W = TypeVar("W", bound="watch")
+
+MAX_MOVES = 1_000
+"""How often modules may change places in a loss so that it is told; an open watch forgets more."""
 
 UNASKED_OPERATIONS = 5_000
 """How many operations a watch records for ``diagnose`` if it was not told whether to."""
@@ -126,6 +131,7 @@ class watch(Session, Listener):
         self._tree = ModuleTree(model)
         self._named: dict[int, tuple[str, ...]] = {}  # leaves by the model's names, by id
         self._calls: dict[str, int] = {}
+        self._moves: Moves = deque(maxlen=MAX_MOVES)
         self._lock = threading.RLock()
         self._here = _ThreadState()
         self._thread = 0
@@ -189,7 +195,7 @@ class watch(Session, Listener):
         tree = self._tree
         if tree.has_moved_anywhere() if module is None else tree.has_moved(module):
             with self._lock:
-                tree.follow()
+                self._moves.append((next_sequence(), tree.follow()))
                 self._rename_leaves()
 
     def __exit__(self, *_: object) -> None:
@@ -357,8 +363,10 @@ class watch(Session, Listener):
     def _unwatched(self, loss: Tensor) -> str:
         return unwatched(loss, self.name_table, self._names_by_id, self._calls)
 
-    def _unseen(self, leaves: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-        return unseen_modules(self.model, leaves, aliases, self._calls)
+    def _unseen(self, loss: Tensor, leaves: Names, aliases: Mapping[str, str]) -> tuple[str, ...]:
+        moved = moved_modules(self._moves, self.name_table, loss)
+        called = {*self._calls, *moved}
+        return unseen_modules(self.model, leaves, aliases, called) + names_of_moved(moved, leaves)
 
     def _names_by_id(self) -> dict[int, str]:
         known = {id(parameter): name for name, parameter in named_parameters(self.model)}

@@ -167,6 +167,77 @@ def test_a_module_that_is_put_into_a_table_in_the_forward_pass_is_told() -> None
     assert [note.partition(":")[0] for note in notes] == ["a"]
 
 
+class Swapping(nn.Module):
+    """Its layers change places in the forward pass, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.how, self.deep = how, nn.ModuleList([nn.Sequential(nn.Linear(4, 4)), nn.Identity()])
+
+    def swap(self) -> None:
+        self.a, self.b = self.b, self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "before":
+            self.swap()
+        x = self.a(x)
+        if self.how == "both":
+            x = self.b(x.tanh())
+        if self.how in ("once", "both", "back"):
+            self.swap()
+        x = self.a(x.tanh())
+        if self.how == "both":
+            x = self.b(x.tanh())
+        if self.how == "back":
+            self.swap()
+            x = self.b(x.tanh())
+        if self.how == "wrapped":
+            self.a = Adapter(self.a)
+            x = self.a(x)
+        if self.how == "deep":
+            x = self.deep[0](x)
+            self.deep[0], self.deep[1] = self.deep[1], self.deep[0]
+            x = self.deep[1](x)
+        return self.out(x).sum()
+
+
+MOVED = {
+    "before": "",
+    "once": "b (called as a): ",
+    "both": "a (called as b), b (called as a): ",
+    "back": "b (called as a): ",
+    "wrapped": "a.inner (called as a): ",
+    "deep": "deep.1 (called as deep.0): ",
+}
+
+
+@pytest.mark.parametrize("how", MOVED)
+def test_modules_that_change_places_between_two_calls_are_told(how: str) -> None:
+    """Rows have the names of the calls, weights those that the model has at the end."""
+    model, x = Swapping(how), torch.randn(3, 4)
+    with gt.watch(model) as watch:
+        loss = model(x)
+    trace = watch.trace(loss)
+    for name, leaf in model.named_parameters():
+        (wanted,) = torch.autograd.grad(loss, leaf, retain_graph=True, allow_unused=True)
+        if wanted is not None:
+            torch.testing.assert_close(trace.gradients[name], wanted)
+    assert [note.partition("modules changed")[0] for note in trace.notes] == [MOVED[how]] * (
+        how != "before"
+    )
+
+
+def test_modules_that_changed_places_in_a_loss_before_are_not_told() -> None:
+    model, x = Swapping("once"), torch.randn(3, 4)
+    with gt.watch(model) as watch:
+        first = model(x)
+        model.how = "before"
+        second = model(x)
+    assert watch.trace(first).notes and not watch.trace(second).notes
+    assert len(watch.trace(first + second).notes) == 1
+
+
 def test_both_the_old_and_the_new_module_take_part() -> None:
     model, x = Net(), torch.randn(3, 4)
     with gt.watch(model) as watch:

@@ -76,12 +76,17 @@ class ModuleTree:
         """Whether this is so of any module."""
         return any(map(self.has_moved, tuple(self.modules.values())))
 
-    def follow(self) -> None:
-        """Name the modules that the model has now, and listen to the new ones."""
+    def follow(self) -> dict[str, str]:
+        """Name the modules that the model has now, and listen to the new ones. Returns the former
+        names of those that have others now, by these.
+        """
         with self._lock:
+            before = self._names.copy()
             self._name()
             if self._listening is not None:
                 self._listening.extend(self.modules.values())
+            old = {self._names[key]: before.get(key, self._names[key]) for key in self._seen}
+        return {name: former for name, former in old.items() if former != name}
 
     def _name(self) -> None:
         self._registered = False
