@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import fresh
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, caution
+from gradtrace.io import jsonl
 from gradtrace.runs import history
 from gradtrace.runs.history import History
+from gradtrace.training import gathering
 
 STEPS = 6
 
@@ -151,6 +155,78 @@ def test_an_error_within_ends_the_run_only(tmp_path: Path) -> None:
             trained(file, lambda _: (_ for _ in ()).throw(error()))  # noqa: B023
         found = history.read(file)
         assert found.steps == (0, 1, 2) and error.__name__ in found.notes[-1]
+
+
+def fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the disk is full."""
+
+    def append(file: object, text: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(jsonl, "append", append)
+
+
+@contextmanager
+def told_of_a_full_disk() -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    first, second = (str(each.message) for each in said)
+    assert "cannot write to" in first and "(No space left on device): training goes on" in first
+    assert "lines of" in second and "are not written (No space left on device)" in second
+
+
+def filled_at_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> gt.Monitor:
+    """A Monitor that was closed while its disk was full; of six steps the file holds three."""
+    model = net()
+    with told_of_a_full_disk(), gt.Monitor(model, every=1, budget=None, file=path) as monitor:
+        for step in range(STEPS):
+            monitor.step(loss_of(model))
+            if step == 2:
+                fill(monkeypatch)
+    assert history.read(path).steps == (0, 1, 2)
+    return monitor
+
+
+def test_a_disk_that_is_full_to_the_end_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl"
+    monitor = filled_at_the_end(path, monkeypatch)
+    assert "6 of 6 steps are traced" in capsys.readouterr().err
+    assert monitor.history.steps == tuple(range(STEPS)) and not monitor.history.running
+    monitor.report(tmp_path / "page.html")
+    monkeypatch.undo()  # there is room again
+    assert monitor.history.steps == history.read(path).steps == tuple(range(STEPS))
+    assert not history.read(path).running and not gathering.LINGERING
+
+
+def test_what_a_full_disk_has_not_taken_is_written_at_the_end_of_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.jsonl"
+    filled_at_the_end(path, monkeypatch)
+    monkeypatch.undo()
+    gathering.end_all(0)
+    assert history.read(path).steps == tuple(range(STEPS)) and not gathering.LINGERING
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_another_run_takes_over_a_file_that_was_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    path = tmp_path / "run.jsonl"
+    monitor = filled_at_the_end(path, monkeypatch)
+    if room:
+        monkeypatch.undo()
+        trained(path, lambda file: None)
+        assert history.read(path).steps == tuple(range(2 * STEPS))
+    else:
+        with told_of_a_full_disk():
+            trained(path, lambda file: None)
+        assert monitor.history.steps == tuple(range(STEPS))
+    gathering.release(path)
+    assert not gathering.LINGERING
 
 
 def test_an_interrupted_write_is_completed_by_the_next(tmp_path: Path) -> None:

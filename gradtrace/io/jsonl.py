@@ -59,8 +59,9 @@ class AppendFile:
     """A file that one process appends lines to, while others may delete, replace or truncate it.
 
     Lines that cannot be written, or not whole (a full disk, Ctrl-C), are kept and completed by the
-    next ``append``; without a path all are. A file that others have changed is restored as far as
-    possible: lines go on after those that ``restart`` returns for what is left of it.
+    next ``append`` or ``close``; without a path all are. A file that others have changed is
+    restored as far as possible: lines go on after those that ``restart`` returns for what is left
+    of it.
     """
 
     def __init__(
@@ -78,25 +79,48 @@ class AppendFile:
     def append(self, line: bytes) -> None:
         """Write a line to disk, or keep it until that is possible, with a warning."""
         self.pending.append(line)
-        try:
-            if self.file is not None:
-                self._check(self.file)
-                self._write(self.file)  # which may be another one now
-        except (OSError, BadFile) as error:
+        if failed := self._complete():
             self._warn_once(
                 "kept",
-                f"gradtrace cannot write to {str(self.path)!r} "
-                f"({getattr(error, 'strerror', None) or error}): training goes on, what is found "
-                "is kept in memory until there is room again",
+                f"gradtrace cannot write to {str(self.path)!r} ({failed}): training goes on, what "
+                "is found is kept in memory until there is room again",
             )
 
+    def _complete(self) -> str:
+        """Write the lines that are kept; the reason if that fails."""
+        if self.file is not None and self.pending:
+            try:
+                self._check(self.file)
+                self._write(self.file)  # which may be another one now
+            except (OSError, BadFile) as error:
+                return getattr(error, "strerror", None) or str(error)
+        return ""
+
     def content(self) -> bytes:
-        """All lines, also those that are not on disk."""
-        there = b"" if self.file is None else _whole(self.file)
+        """All lines that were in the file when it was closed, also those that are not on disk."""
+        if self.path is None:
+            there = b""
+        else:
+            there = content(self.path) if self.file is None else _whole(self.file)
         return there[: self.size] + b"".join(self.pending)
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self) -> bool:
+        """Close the file if all lines are on disk; whether it is closed. Else it stays open, and
+        the next ``close`` tries again.
+        """
+        if failed := self._complete():
+            self._warn_once(
+                "left",
+                f"the last {len(self.pending):,} lines of {str(self.path)!r} are not written "
+                f"({failed}): they are in memory until the program ends, and are written when "
+                "results are asked for, or at its end, if there is room by then",
+            )
+            return False
+        self.abandon()
+        return True
+
+    def abandon(self) -> None:
+        """Close the file, whatever is on disk."""
         if self.file is not None:
             file, self.file = self.file, None
             with suppress(OSError):
@@ -141,7 +165,7 @@ class AppendFile:
     def _switch_to(self, path: Path) -> None:
         file = opened(path, os.O_RDWR | os.O_APPEND)
         lock(file)
-        self.close()
+        self.abandon()
         self.file, self.path = file, path
 
     def _handle_replaced(self, file: BinaryIO, path: Path) -> None:

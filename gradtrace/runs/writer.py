@@ -46,7 +46,7 @@ class Writer:
             self.first = self._next = int(self._header["step"])
             self._put(self._header)
         except BaseException:
-            self.close()
+            self.abandon()
             raise
 
     @property
@@ -116,13 +116,17 @@ class Writer:
         """Append the end line, with the name of the error that ended the run, if one did."""
         self._put({"kind": "end", "step": step, "error": error, "share": share})
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    def close(self) -> bool:
+        """Close the file, unless lines are left that cannot be written (see ``AppendFile``)."""
+        return self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file, whatever is on disk."""
+        self._file.abandon()
 
     def read(self) -> History:
         """The history so far: lines in the file, and lines kept in memory."""
-        if self.path is not None and self._file.file is None:
+        if self.path is not None and self._file.file is None and not self._file.pending:
             return history.read(self.path)
         return history.parse(self._file.content(), str(self.path or "this run"))
 

@@ -176,25 +176,35 @@ class Gathering:
         return self.all_ended or not any(0 in found.results for found in self._open.values())
 
     def finalise(self) -> None:
-        """Write what has arrived, and close the file and the connection."""
+        """Write what has arrived, and close the file and the connection; called again, write what
+        could not be written before.
+        """
         with self._lock:
-            if self.over:
-                return
-            self.over = True
-            self._write_pending()
-            if self._wrote_after_close:
-                self.writer.end(self._steps, *self._end)
-                if self._after_late_results is not None:
-                    self._after_late_results()
-            self.writer.close()
-            self._after_late_results = self.others.notify = None
-            if self in LINGERING:
+            over, self.over = self.over, True
+            if not over:
+                self._write_late()
+            lingers = not self.writer.close()
+            if lingers and self not in LINGERING:
+                LINGERING.append(self)
+            elif not lingers and self in LINGERING:
                 LINGERING.remove(self)
-        self.others.close(GRACE_SECONDS)
+        if not over:
+            self.others.close(GRACE_SECONDS)
+
+    def _write_late(self) -> None:
+        """Write what has arrived since ``close``, and end the run again."""
+        self._write_pending()
+        if self._wrote_after_close:
+            self.writer.end(self._steps, *self._end)
+            if self._after_late_results is not None:
+                self._after_late_results()
+        self._after_late_results = self.others.notify = None
 
 
 LINGERING: list[Gathering] = []
-"""Runs closed on this process for which other processes may still send results."""
+"""Runs closed on this process for which other processes may still send results, or of which lines
+are not on disk.
+"""
 
 
 def release(path: Path) -> None:
@@ -202,6 +212,9 @@ def release(path: Path) -> None:
     for one in list(LINGERING):
         if one.writer.path == path:
             one.finalise()
+            one.writer.abandon()  # also if its lines still cannot be written
+            if one in LINGERING:
+                LINGERING.remove(one)
 
 
 def end_all(seconds: float) -> None:
