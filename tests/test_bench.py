@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -23,6 +25,7 @@ from gradtrace.benchmarks.table import ELSEWHERE
 from gradtrace.cli import app
 from gradtrace.experiments.branching import Branching, branching
 from gradtrace.experiments.harness import machine
+from gradtrace.io import atomic_files
 
 OPTIONAL = ("matplotlib", "transformers", "torch_semiring_einsum")
 
@@ -180,6 +183,33 @@ def test_a_page_that_cannot_be_written_is_told_before_anything_runs(tmp_path: Pa
     result = bench("--quick", "--only", "peak", "--out", tmp_path)
     assert result.exit_code == 2 and "cannot be written (Is a directory)" in result.output
     assert "peak" not in result.output
+
+
+def test_a_disk_that_is_full_loses_no_section(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("peak", "contraction"):
+        monkeypatch.setitem(running.SECTIONS, name, lambda _: Section("first", []))
+    out = tmp_path / "page.md"
+    bench("--quick", "--only", "peak", "--out", out)
+    held = out.read_bytes(), out.with_suffix(".json").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(atomic_files, "put", full)
+    result = bench("--quick", "--only", "contraction", "--out", out)
+    assert result.exit_code == 1 and "No space left" in result.stderr
+    assert result.stdout.count("## first") == 2
+    assert held == (out.read_bytes(), out.with_suffix(".json").read_bytes())
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "[" * 100_000, '{"sections": {}}', "\udcff"])
+def test_numbers_beside_a_page_that_are_damaged_are_told(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "page.md"
+    out.with_suffix(".json").write_text(text, errors="surrogateescape")
+    result = bench("--quick", "--only", "peak", "--out", out)
+    assert result.exit_code == 2 and "is not what gradtrace bench wrote" in result.stderr
 
 
 def test_without_optional_packages_the_rest_runs(

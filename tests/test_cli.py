@@ -390,6 +390,9 @@ def test_demo_into_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     line = refused(run("demo", "--out", tmp_path / "file" / "report.html"))
     assert "file" in line
+    for folder in (tmp_path, ""):  # told before anything runs
+        line = refused(run("demo", "--out", folder))
+        assert "is a folder: give the name of a file to write" in line
 
 
 @pytest.mark.usefixtures("short")

@@ -106,13 +106,18 @@ def test_it_is_opened(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["a.gradtrace", "--name", "x", "--name", "y"], "2 names"),
         (["a.gradtrace", "--out", "a.gradtrace"], "is the file that is read"),
-        (["a.gradtrace", "--out", "text.gradtrace/x.html"], "text.gradtrace"),
+        (["a.gradtrace", "--out", "text.gradtrace/x.html"], "'text.gradtrace' cannot be made (Fi"),
+        (["loop"], "'loop' cannot be opened (Too many levels of symbolic links)"),
+        (["a.gradtrace", "--out", "loop"], "'loop' leads nowhere"),
+        (["."], "'.' is a folder"),
+        (["/"], "'/' is a folder"),
     ],
 )
 @pytest.mark.usefixtures("saved")
 def test_what_cannot_be_shown(asked: list[str], words: str) -> None:
     Path("text.gradtrace").write_text("text")
     _monitored(Path("run.jsonl"), 1, ended=True)
+    Path("loop").symlink_to("loop")
     assert words in refused(run("report", *asked))
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import nn
@@ -350,6 +351,91 @@ ERRORS: dict[str, tuple[str, ...]] = {
 def test_errors_are_one_clear_line(script: Path, name: str) -> None:
     line = refused(run("trace", f"{script}:{name}", "--json"))
     assert all(part in line for part in ERRORS[name]), line
+
+
+UNUSUAL = """
+class Stop(BaseException):
+    pass
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def stop():
+    raise Stop("enough")
+
+def silent():
+    raise Silent
+
+def memory():
+    raise MemoryError
+
+def relative():
+    from . import sibling
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stop", "line 10: Stop: enough"),
+        ("silent", "line 13: Silent, whose text cannot be read"),
+        ("memory", "line 16: MemoryError, which came without a text"),
+        ("relative", "no known parent package; a script is no part of a package: give one beside"),
+    ],
+)
+@pytest.mark.parametrize("command", ["trace", "check", "influence"])
+def test_errors_that_scripts_seldom_raise(
+    tmp_path: Path, name: str, words: str, command: str
+) -> None:
+    file = tmp_path / "unusual.py"
+    file.write_text(UNUSUAL)
+    assert words in refused(run(command, f"{file}:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--out", "script.py"], "script.py is the script, which would be overwritten"),
+        (["--report", "link.py"], "script.py is the script"),
+        (["--out", "same", "--report", "./same"], "same is to be written twice; give two names"),
+        (["--report", "script.py/x.html"], "the folder 'script.py' cannot be made (File exists)"),
+    ],
+)
+def test_files_that_cannot_be_written(
+    script: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str
+) -> None:
+    monkeypatch.chdir(script.parent)
+    held = script.read_bytes()
+    (script.parent / "link.py").unlink(missing_ok=True)
+    (script.parent / "link.py").symlink_to(script)
+    asked = [text.replace("script.py", script.name) for text in options]
+    line = refused(run("trace", f"{script}:loss", *asked))
+    assert words.replace("script.py", script.name) in line and script.read_bytes() == held
+
+
+SPAWNS = """
+import multiprocessing, sys
+
+class Item:
+    pass
+
+def kind(item):
+    return type(item).__module__, sys.argv[1:]
+
+def loss(how):
+    with multiprocessing.get_context(how).Pool(1) as pool:
+        raise ValueError(pool.apply(kind, [Item()]))
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
+def test_processes_that_a_script_spawns_find_its_classes(tmp_path: Path, how: str) -> None:
+    """As workers of a DataLoader are: on macOS, and elsewhere since Python 3.14."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    words = ["-m", "gradtrace", "trace", "spawns.py:loss", "--", how]
+    done = fresh.python(*words, cwd=tmp_path)
+    assert f"ValueError: ('gradtrace_script', ['{how}'])" in done.stderr, done.stderr
 
 
 def test_a_loss_without_any_path_has_a_table_all_the_same(script: Path) -> None:

@@ -198,6 +198,18 @@ def test_an_allocation_that_fails_says_what_was_asked_and_what_there_is() -> Non
     assert "MiB are free); trace fewer samples" in said and "Backward0 (in " in said
 
 
+def test_an_error_is_told_where_there_is_no_memory_to_ask_how_much_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(memory_limits.os, "read", full)
+    error = RuntimeError("can't allocate memory: you tried to allocate 2048 bytes")
+    assert memory_limits.shortfall(error) == " (2.0 KiB more were asked for)"
+    assert memory_limits.shortfall(MemoryError()) == ""
+
+
 class Script(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradtrace.benchmarks.results import Curve, Figure
 from gradtrace.experiments.harness import drawing
+from gradtrace.io.atomic_files import make_folder
 
 COLOURS = ("#1f5a8c", "#8a8a8a", "#b5651d")
 LIMIT = "#b03030"
@@ -20,7 +21,7 @@ STYLE: dict[str, Any] = {
 
 def draw(sections: Iterable[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Draw all figures of sections, as the page's data have them, into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return [_drawn(_read(figure), folder) for some in sections for figure in some["figures"]]
 
 

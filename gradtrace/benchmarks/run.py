@@ -20,6 +20,8 @@ from gradtrace.benchmarks.table import ELSEWHERE, section
 from gradtrace.benchmarks.table import SECTIONS as NAMES
 from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.experiments.harness import machine
+from gradtrace.io import container
+from gradtrace.io.atomic_files import BadFile, content, make_folder
 
 SECTIONS: dict[str, Callable[[Setting], Section]] = {name: section(name) for name in NAMES}
 
@@ -87,25 +89,43 @@ class BenchmarkRun:
         """Write what there is so far."""
         if self.places.page is not None:
             path = self.places.page
-            path.parent.mkdir(parents=True, exist_ok=True)
             data = self.data()
-            path.with_suffix(".json").write_text(
-                json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8"
-            )
-            path.write_text(markdown(data, self._folder()), encoding="utf-8")
+            try:
+                make_folder(path.parent)
+                numbers = json.dumps(data, indent=1, allow_nan=False) + "\n"
+                container.put(path.with_suffix(".json"), numbers)
+                container.put(path, markdown(data, self._folder()))
+            except BadFile as error:  # a full disk: what comes next is printed all the same
+                self.failed = True
+                say(f"{error}; what is found is printed at the end")
 
     def try_places(self) -> None:
         """Raise an error before anything is measured if the page cannot be written."""
         page = self.places.page
         try:
             if page is not None:
-                page.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(page.parent)
                 page.open("a", encoding="utf-8").close()
-        except OSError as error:
+        except (OSError, BadFile) as error:
+            why = getattr(error, "strerror", None) or error
             raise GradtraceError(
-                f"--out {page} cannot be written ({error.strerror}); it is the file of a Markdown "
+                f"--out {page} cannot be written ({why}); it is the file of a Markdown "
                 "page, such as --out benchmarks.md"
             ) from error
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, Any]:
+        """The numbers of the page that is there."""
+        try:
+            data = json.loads(content(path))
+        except (ValueError, RecursionError):
+            data = None
+        if not isinstance(data, dict) or not {*HEAD, "sections"} <= data.keys():
+            raise GradtraceError(
+                f"{path} is not what gradtrace bench wrote beside a page, whose other sections are "
+                "to be kept: restore it, or give another --out"
+            )
+        return data
 
     def draw(self) -> None:
         """Draw the curves, also those of sections that were kept."""
@@ -126,7 +146,7 @@ class BenchmarkRun:
         page = self.places.page
         if page is None or not page.with_suffix(".json").exists():
             return
-        data = json.loads(page.with_suffix(".json").read_text(encoding="utf-8"))
+        data = self._read(page.with_suffix(".json"))
         if names <= ELSEWHERE:
             self.head = {name: data[name] for name in HEAD}
             self.earlier = data["sections"]

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 import gradtrace
 from gradtrace.cli.codes import BUG, INTERRUPTED, MEANING, UNREAD, WRONG
 from gradtrace.cli.printing import say
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, reason_of
 from gradtrace.printable import printable
 
 DEBUG = "--debug"
@@ -112,7 +112,7 @@ def ended(error: BaseException, debug: bool = False) -> int:
     elif known:
         say(f"gradtrace: {error}")
     else:
-        bug = f"this is a bug: {type(error).__name__}: {error}"
+        bug = f"this is a bug: {type(error).__name__}: {reason_of(error)}"
         say(f"gradtrace: {bug}; please report it with what gradtrace {DEBUG} ... shows")
     return WRONG if known else BUG
 

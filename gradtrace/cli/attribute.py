@@ -69,7 +69,7 @@ def attribute(
     """
     from gradtrace.pytorch.global_switches import uncompiled
 
-    wanted = Target.of(target, args)
+    wanted = Target.of(target, args, graph)
     with working(f"running {wanted.name}") as work, uncompiled(), wanted.running() as script:
         given, watched = watched_call(
             lambda: wanted.call(script),

@@ -35,8 +35,9 @@ def decompose(
     from gradtrace.distributed import dataset_decompose
 
     options = {"components": parsed(components or []), "checkpoint": journal}
+    wanted = Target.of(target, args, journal)
     found: Decomposition
-    found, spoken = over_data(Target.of(target, args), dataset_decompose.decompose, options)
+    found, spoken = over_data(wanted, dataset_decompose.decompose, options)
     if spoken and as_json:
         more = {"interrupted": found.interrupted, "journal": str(journal) if journal else None}
         write_json({"pairs": found.pairs, "decompose": data(found.table(), top), **more})

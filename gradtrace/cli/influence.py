@@ -122,7 +122,8 @@ def influence(
     }
     from gradtrace.distributed import dataset_influence
 
-    table, spoken = over_data(Target.of(target, args), dataset_influence.influence, options)
+    wanted = Target.of(target, args, journal)
+    table, spoken = over_data(wanted, dataset_influence.influence, options)
     if spoken and as_json:
         file = None if journal is None else str(journal)
         write_json({**_data(table, granularity, top), "journal": file})

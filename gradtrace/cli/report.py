@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,7 @@ def report(
 ) -> None:
     """Write a report, one HTML file, of a saved trace, of two, or of a monitored training."""
     files, names = [file] if other is None else [file, other], name or []
-    page = out or Path(file.with_suffix(".html").name)
+    page = out or Path(f"{file.stem or 'report'}.html")
     _check(files, page, names)
     with working(f"writing {page}"):
         if watched:
@@ -64,7 +65,7 @@ def report(
         state = _state(files)
         summary, running = write_page(files, page, names)
     if opened:
-        typer.launch(page.resolve().as_uri())
+        typer.launch(Path(realpath(page)).as_uri())
     if watched and running is not False:
         with working(f"watching {file}; Ctrl-C ends it"):
             while running is not False:
@@ -88,17 +89,18 @@ def _check(files: Sequence[Path], page: Path, names: Sequence[str]) -> None:
         )
     if len(names) > len(files):
         raise GradtraceError(f"{len(names)} names; give --name once for each file")
-    if page.resolve() in [each.resolve() for each in files]:
+    if realpath(page) in map(realpath, files):
         raise GradtraceError(f"--out {page} is the file that is read; give another name")
 
 
 def write_page(files: Sequence[Path], page: Path, names: Sequence[str]) -> tuple[str, bool | None]:
     """Write the page: a summary of it, and whether training goes on (None for traces)."""
     from gradtrace.io import container
+    from gradtrace.io.atomic_files import make_folder
     from gradtrace.report.saving import load
     from gradtrace.training.run_report import KIND, report_run
 
-    page.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(page.parent)
     if files[0].suffix == RUN:
         run = report_run(files[0], page, names[0] if names else None)
         state = "goes on, or was stopped" if run.running else "has ended"

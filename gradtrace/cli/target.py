@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,9 +21,6 @@ from gradtrace.tools import user_script
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-SCRIPT = "gradtrace_script"
-"""The name under which a user's script is imported, so that it shadows no other module."""
 
 Arguments = Annotated[
     list[str] | None, Argument(metavar="[-- ARGS]", help="Passed to it, as strings.")
@@ -58,14 +56,27 @@ class Target:
     args: Sequence[str]
 
     @classmethod
-    def of(cls, text: str, args: Sequence[str] | None) -> Target:
-        """Parse ``path/script.py:function``, where the path may contain a drive letter's colon."""
+    def of(cls, text: str, args: Sequence[str] | None, *written: Path | None) -> Target:
+        """Parse ``path/script.py:function``, where the path may contain a drive letter's colon.
+
+        The files that are to be ``written`` must be others, each another one.
+        """
         path, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier():
             raise GradtraceError(f"{text!r} names no function; write script.py:function")
         if not Path(path).is_file():
             raise GradtraceError(f"there is no script {path!r} (in {Path.cwd()})")
-        return cls(Path(path).resolve(), name, args or ())
+        found = cls(Path(path).resolve(), name, args or ())
+        found._spare([realpath(file) for file in written if file is not None])
+        return found
+
+    def _spare(self, written: Sequence[str]) -> None:
+        if realpath(self.path) in written:
+            raise GradtraceError(
+                f"{self.path.name} is the script, which would be overwritten; give another name"
+            )
+        if len({*written}) < len(written):
+            raise GradtraceError(f"{written[0]} is to be written twice; give two names")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ModuleType]:
@@ -74,10 +85,10 @@ class Target:
         with user_script.running(self.path), stdout_is_stderr():
             sys.argv = [str(self.path), *self.args]  # for scripts that parse it at import
             try:
-                yield user_script.imported(self.path, SCRIPT)
+                with user_script.main(self.path) as script:
+                    yield script
             finally:
                 sys.argv = argv
-                sys.modules.pop(SCRIPT, None)
 
     def call(self, script: ModuleType) -> Any:
         """Call the function; its return value."""

@@ -111,7 +111,7 @@ def trace(
 
     chosen, elements = parsed(components or []), [element(text) for text in path or ()]
     more = checked(measure or ())
-    wanted = Target.of(target, args)
+    wanted = Target.of(target, args, out, report)
     with working(f"running {wanted.name}") as work, uncompiled(), wanted.running() as script:
         kept = out is not None or report is not None  # what is wrong stands first there
         loss, watched = watched_loss(lambda: wanted.call(script), wanted.name, vars(script), kept)
@@ -155,10 +155,12 @@ def _name_files(out: Path | None, report: Path | None) -> None:
 def _write_files(
     traced: Trace, out: Path | None, report: Path | None, begin: Callable[[str], None]
 ) -> None:
+    from gradtrace.io.atomic_files import make_folder
+
     for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
         if file is not None:
             begin(f"{verb} {file}")
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(file.parent)
             make(file)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from gradtrace.distributed import tuning
 from gradtrace.distributed.rank_exchange import Message, RankExchange
-from gradtrace.errors import GradtraceError, RankFailed, caution
+from gradtrace.errors import GradtraceError, RankFailed, caution, reason_of
 from gradtrace.printable import stdout_is_stderr
 
 
@@ -161,7 +161,7 @@ class ProcessGroup:
         try:
             verdict = decide([mine, *(said.popleft()["say"] for said in self._said.values())])
         except GradtraceError as error:
-            self._exchange.send({"refused": str(error)})
+            self._exchange.send({"refused": reason_of(error)})
             raise
         self._exchange.send({"verdict": verdict})
         return verdict
@@ -238,8 +238,8 @@ class ProcessGroup:
 def error_text(rank: int, error: BaseException) -> str:
     """The text of an error on a rank, for the other ranks."""
     if isinstance(error, RankFailed):
-        return str(error)
+        return reason_of(error)
     if isinstance(error, KeyboardInterrupt):
         return f"rank {rank} was stopped by Ctrl-C"
     kind = "" if isinstance(error, GradtraceError) else f"{type(error).__name__}: "
-    return f"rank {rank}: {kind}{error}"
+    return f"rank {rank}: {kind}{reason_of(error)}"

@@ -14,6 +14,7 @@ import torch
 
 import gradtrace
 from gradtrace.diagnosis import Diagnosis, Reason
+from gradtrace.errors import GradtraceError
 from gradtrace.experiments import demo_network as network
 from gradtrace.experiments.harness.command import ExperimentOptions, run, sources
 from gradtrace.experiments.harness.page import html, section
@@ -38,6 +39,8 @@ def demo(path: str | Path, say: Say = print) -> dict[str, Any]:
     The competition's rows lie in a folder beside the report: a demo that was stopped goes on.
     """
     path = Path(path)
+    if not path.name or path.is_dir():
+        raise GradtraceError(f"--out {str(path)!r} is a folder: give the name of a file to write")
     first = look()
     asked = ExperimentOptions(quick=True, settings=SHORT, out=path.with_suffix(""))
     done = run(sources("competition", every=False), asked, say)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, did_you_mean
+from gradtrace.io.atomic_files import make_folder
 from gradtrace.training.monitor import Monitor
 
 TRAINER_ARGUMENTS = {"model", "start", "accumulate", "clock"}
@@ -39,7 +40,7 @@ def placed(
         return found
     at = Path(folder() or ".")
     if first:
-        at.mkdir(parents=True, exist_ok=True)
+        make_folder(at)
     return {"file": at / RUN_FILE, "report": at / PAGE_FILE, **found}
 
 

@@ -148,6 +148,17 @@ def sync(file: BinaryIO) -> None:
             raise
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, if they do not exist."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadFile(
+            f"the folder {str(path)!r} cannot be made ({error.strerror or error}): choose a place "
+            "that you may write to"
+        ) from error
+
+
 # Replacing ---------------------------------------------------------------------------------------
 
 

@@ -196,13 +196,21 @@ def ran_out(error: BaseException) -> bool:
 
 def shortfall(error: BaseException) -> str:
     """For error messages: how much memory was requested and is free, as far as known."""
-    requested = REQUESTED_BYTES.search(str(error))
+    requested = REQUESTED_BYTES.search(reason_of(error))
     parts = (
         [f"{spelt(int(requested[1].replace(',', '')))} more were asked for"] if requested else []
     )
-    if not isinstance(error, torch.OutOfMemoryError) and (free := available()) is not None:
+    if not isinstance(error, torch.OutOfMemoryError) and (free := _left()) is not None:
         parts.append(f"{spelt(free)} are free")
     return f" ({', and '.join(parts)})" if parts else ""
+
+
+def _left() -> int | None:
+    """``available``, or None if there is not even the memory to ask."""
+    try:
+        return available()
+    except MemoryError:
+        return None
 
 
 def spelt(size: int) -> str:

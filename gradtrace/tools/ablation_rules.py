@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import labels
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, reason_of
 from gradtrace.pytorch.global_switches import UNFUSED, load_compiler
 from gradtrace.pytorch.module_calls import Forward, Listener
 from gradtrace.pytorch.nested import mapped, tensors_in
@@ -231,7 +231,7 @@ def outline(rule: ModuleRule, args: Any, kwargs: Any) -> tuple[Any, dict[int, tu
     except Exception as error:
         raise GradtraceError(
             f"module {rule.name!r} cannot be removed: what it returns cannot be told without "
-            f"running it ({type(error).__name__}: {error}); use how='zero'"
+            f"running it ({type(error).__name__}: {reason_of(error)}); use how='zero'"
         ) from error
     copied = memo[id(memo)]  # where deepcopy keeps the originals alive
     return out, {id(memo[id(old)]): (memo[id(old)], old) for old in copied if id(old) in memo}

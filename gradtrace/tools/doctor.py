@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from gradtrace import api
-from gradtrace.errors import needs
+from gradtrace.errors import needs, reason_of
 from gradtrace.ir import interpreter as engine
 from gradtrace.kernels import Reference, backend_of, instruction_set
 from gradtrace.pytorch import internals
@@ -66,7 +66,7 @@ def _tried(what: str, run_check: Callable[[], str], good: str = "as PyTorch's") 
     try:
         wrong = run_check()
     except Exception as error:
-        wrong = f"{type(error).__name__}: {error}"
+        wrong = f"{type(error).__name__}: {reason_of(error)}"
     return CheckResult(what, "wrong" if wrong else "ok", wrong or good)
 
 

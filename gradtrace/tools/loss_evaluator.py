@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff import nodes
-from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
+from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported, reason_of
 from gradtrace.pytorch.global_switches import DOUBLE, eager
 from gradtrace.pytorch.side_effects import WriteLog, same_draws
 from gradtrace.tools import tuning
@@ -157,11 +157,12 @@ class LossEvaluator:
         try:
             loss = self.loss_fn(*self.arguments)
         except (RuntimeError, ValueError) as error:
-            if not any(word in str(error) for word in ("dtype", "scalar type", "Double")):
+            reason = reason_of(error)
+            if not any(word in reason for word in ("dtype", "scalar type", "Double")):
                 raise
             raise Unsupported(
-                f"loss_fn does not run in float64, which the check needs: {error}. Use the plain "
-                "form of an operator that knows float32 only, or give it float64 inputs"
+                f"loss_fn does not run in float64, which the check needs: {reason}. Use "
+                "the plain form of an operator that knows float32 only, or give it float64 inputs"
             ) from error
         if isinstance(loss, Tensor) and loss.numel() != 1:
             raise NotScalar(

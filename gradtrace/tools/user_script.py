@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, reason_of
+
+SCRIPT = "gradtrace_script"
+"""The name under which a script is imported, so that it shadows no other module."""
+
+PLACE = "GRADTRACE_SCRIPT"
+"""The variable of the environment that tells spawned processes where it is."""
+
+SPAWNED = str(Path(__file__).parent / "spawned")
+"""The folder where these find a module of its name, which imports it."""
 
 
 @contextlib.contextmanager
@@ -26,9 +36,9 @@ def running(path: Path, *, beside: bool = True) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-    except GradtraceError:
+    except (GradtraceError, KeyboardInterrupt, GeneratorExit):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also those that libraries derive so that nobody catches them
         raise GradtraceError(blame(error, path)) from error
     finally:
         if beside:
@@ -42,7 +52,11 @@ def blame(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines = [error.lineno]
     where = f", line {lines[-1]}" if lines else ""
-    return f"{path.name}{where}: {type(error).__name__}: {error} (gradtrace --debug ... shows more)"
+    kind, reason = type(error).__name__, reason_of(error)
+    told = reason if reason.startswith(f"{kind}, ") else f"{kind}: {reason}"
+    if isinstance(error, ImportError) and "relative import" in reason:
+        told += "; a script is no part of a package: give one beside it that imports from it"
+    return f"{path.name}{where}: {told} (gradtrace --debug ... shows more)"
 
 
 def imported(path: Path, name: str) -> ModuleType:
@@ -53,3 +67,19 @@ def imported(path: Path, name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def main(path: Path) -> Iterator[ModuleType]:
+    """The script of a command, imported as ``SCRIPT``, also for processes that it spawns: workers
+    of a DataLoader import the classes that they are given by the name of their module.
+    """
+    os.environ[PLACE] = str(path)
+    sys.path.append(SPAWNED)
+    try:
+        yield imported(path, SCRIPT)
+    finally:
+        sys.modules.pop(SCRIPT, None)
+        os.environ.pop(PLACE, None)
+        with contextlib.suppress(ValueError):
+            sys.path.remove(SPAWNED)

@@ -14,7 +14,7 @@ from html import escape
 from math import isfinite
 from typing import Any, Protocol, runtime_checkable
 
-from gradtrace.errors import GradtraceError, caution
+from gradtrace.errors import GradtraceError, caution, reason_of
 from gradtrace.runs.history import StepRecord
 from gradtrace.training.tuning import LOGGED_SHARES
 
@@ -208,8 +208,8 @@ class Loggers:
             if id(logger) not in self._failed:
                 self._failed.add(id(logger))
                 caution(
-                    f"{type(logger).__name__} failed to log ({type(error).__name__}: {error}); "
-                    "training goes on"
+                    f"{type(logger).__name__} failed to log ({type(error).__name__}: "
+                    f"{reason_of(error)}); training goes on"
                 )
 
 

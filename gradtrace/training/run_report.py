@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gradtrace.errors import GradtraceError, caution
+from gradtrace.errors import GradtraceError, caution, reason_of
 from gradtrace.io import container, schemas
 from gradtrace.io.validation import unfit
 from gradtrace.printable import printable
@@ -87,7 +87,7 @@ class ViewCache:
                 keep(self.path, found)
         except Exception as error:  # no error of a view may end a long training run
             self._wanted = False
-            caution(f"no view was kept: {error}; training goes on")
+            caution(f"no view was kept: {reason_of(error)}; training goes on")
         self._cost = budget.clock() - begun
         self._spent += self._cost
 
@@ -135,7 +135,7 @@ def report_at_end(
     try:
         write_report(run(), views.last(), path)
     except Exception as error:
-        caution(f"the report was not written: {error}")
+        caution(f"the report was not written: {reason_of(error)}")
 
 
 def tell_where(

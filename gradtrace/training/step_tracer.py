@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.components.components import Components
-from gradtrace.errors import GradtraceError, NonFinite, caution
+from gradtrace.errors import GradtraceError, NonFinite, caution, reason_of
 from gradtrace.measures.conflicts import MOST_COLUMNS
 from gradtrace.printable import listed
 from gradtrace.pytorch.function_modes import paused
@@ -75,9 +75,9 @@ class StepTracer:
             found = replace(found, loss=value, scale=by, note=note, choices=divided, terms=compared)
             return trace, unscaled(found)
         except NonFinite as error:
-            return None, StepResult(value / by, by, note=str(error))
+            return None, StepResult(value / by, by, note=reason_of(error))
         except Exception as error:  # no error of tracing may end a long training run
-            note = f"{type(error).__name__}: {error}"
+            note = f"{type(error).__name__}: {reason_of(error)}"
             return None, StepResult(value / by, by, note=note, error=error)
 
     def measured(self, loss: Tensor, watched: watch) -> tuple[Trace, StepResult]:
@@ -166,7 +166,7 @@ def diagnosed(watched: watch, loss: Tensor, budget: Budget, say: Callable[[str],
             lines = str(found).splitlines()
             caution("the first step is not healthy", *lines)
     except Exception as error:  # no error of a diagnosis may end a long training run
-        caution(f"the first step was not diagnosed: {error}; training goes on")
+        caution(f"the first step was not diagnosed: {reason_of(error)}; training goes on")
     seconds = budget.clock() - begun
     budget.spend(seconds)
     return seconds

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradtrace.diagnosis.forward_record import extent_of
-from gradtrace.errors import GradtraceError, caution, not_one_of
+from gradtrace.errors import GradtraceError, caution, not_one_of, reason_of
 from gradtrace.kernels.finite_gradients import FiniteGradients
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.random_state import RandomState, cuda_devices
@@ -322,7 +322,7 @@ class Triggers:
                 self._note(StepIncident(*what))
             _tell(one, evidence, f"{_headline(found)}. To read it: gradtrace diagnose {path}")
         except Exception as error:  # nothing that happens here may end a long training run
-            _tell(one, evidence, f"No file was written: {error}; training goes on")
+            _tell(one, evidence, f"No file was written: {reason_of(error)}; training goes on")
 
     def _incident(
         self, trigger: str, of: str, evidence: str, one: Pass, loss: Tensor | None
@@ -368,7 +368,7 @@ class Triggers:
         try:
             again = found.rerun(self.model, one.rerun, composed=self._composed)
         except Exception as error:
-            found.notes += (f"The step could not be run again: {error}",)
+            found.notes += (f"The step could not be run again: {reason_of(error)}",)
             return None
         found.found(again)
         if one.rerun is None and found.of == "loss" and not isfinite(one.loss):
