@@ -143,6 +143,8 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
     acts: list[Callable[[], object]] = [
         lambda: _monitored(path, 1, ended=False),
         lambda: None,  # nothing new: nothing written
+        lambda: path.rename("away"),  # for a moment it is not there, as when it is written again
+        lambda: Path("away").rename(path),
         lambda: path.write_bytes(path.read_bytes() + b'{"kind": "end", "step": 1}\n'),
     ]
     monkeypatch.setattr(report.time, "sleep", lambda _: acts.pop(0)())
@@ -157,7 +159,33 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
     result = run("report", path, "--watch", "--every", 0.1)
     assert result.exit_code == 0, result.stderr
     assert "waiting for" in result.stderr and acts == []
-    assert [("has ended" in page) for page in pages] == [False, True]
+    assert [("has ended" in page) for page in pages] == [False, False, True]
+
+
+def test_a_run_that_vanishes_between_two_looks_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.jsonl"
+    _monitored(path, 1, ended=False)
+    real, asked = report.write_page, list[int]()
+
+    def vanishing(*what: Any) -> tuple[str, bool | None]:
+        asked.append(len(asked))
+        if len(asked) == 2:
+            held = path.read_bytes()
+            path.unlink()
+            try:
+                return real(*what)
+            finally:
+                path.write_bytes(held + b'{"kind": "end", "step": 1}\n')
+        return real(*what)
+
+    monkeypatch.setattr(report, "write_page", vanishing)
+    monkeypatch.setattr(report.time, "sleep", lambda _: os.utime(path, ns=(len(asked),) * 2))
+    result = run("report", path, "--watch")
+    assert result.exit_code == 0 and "has ended" in result.stdout, result.stderr
+    assert len(asked) == 3
 
 
 def test_ctrl_c_ends_a_watch(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -288,6 +290,17 @@ def test_a_folder_that_comes_back_is_written_to(tmp_path: Path) -> None:
 def test_a_folder_that_never_was_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(GradtraceError, match=r"nowhere.run\.gradtrace"):
         gt.influence(model(), losses, batches(), checkpoint=tmp_path / "nowhere" / "run.gradtrace")
+
+
+def test_a_folder_that_cannot_be_listed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(GradtraceError, match=r"cannot be read \(Permission denied"):
+        CheckpointFiles(tmp_path / "journal", {}, 0, 2).parts()
 
 
 def test_parts_of_ranks_stay_where_the_whole_cannot_be_written(tmp_path: Path) -> None:

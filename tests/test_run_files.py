@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import jsonl
+from gradtrace.io.atomic_files import BadFile
 from gradtrace.runs import history
 from gradtrace.runs.history import History
 from gradtrace.training import gathering
@@ -136,6 +137,41 @@ def test_a_deleted_file_does_not_lose_the_report(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="was deleted"):
         trained(tmp_path / "run.jsonl", Path.unlink, report=page)
     assert page.stat().st_size > 1000
+
+
+@pytest.fixture
+def unsearchable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder whose files nobody may look at; root may, so this is simulated."""
+    folder, real = tmp_path / "closed", os.stat
+    folder.mkdir()
+
+    def stat(path: object, *args: object, **options: object) -> os.stat_result:
+        if isinstance(path, (str, os.PathLike)) and str(folder) + os.sep in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "stat", stat)
+    return folder
+
+
+def test_a_page_in_a_folder_that_may_not_be_searched_does_not_end_the_program(
+    unsearchable: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.jsonl"
+    with pytest.warns(UserWarning, match=r"report was not written.*Permission denied"):
+        found, _ = trained(file, lambda _: None, report=unsearchable / "page.html")
+    assert found.steps == history.read(file).steps == tuple(range(STEPS))
+
+
+@pytest.mark.parametrize("measure", [gt.influence, gt.decompose])
+def test_a_journal_in_a_folder_that_may_not_be_searched_is_refused(
+    unsearchable: Path, measure: Callable[..., object]
+) -> None:
+    def losses(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean(1)  # type: ignore[no-any-return]
+
+    with pytest.raises(BadFile, match=r"journal' .*Permission denied"):
+        measure(net(), losses, [torch.ones(3, 4)], checkpoint=unsearchable / "journal")
 
 
 def test_deleted_after_the_end(tmp_path: Path) -> None:

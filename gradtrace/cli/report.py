@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from os.path import realpath
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +58,8 @@ def report(
 ) -> None:
     """Write a report, one HTML file, of a saved trace, of two, or of a monitored training."""
     files, names = [file] if other is None else [file, other], name or []
+    from gradtrace.io.atomic_files import NoFile
+
     page = out or Path(f"{file.stem or 'report'}.html")
     _check(files, page, names)
     with working(f"writing {page}"):
@@ -71,8 +74,9 @@ def report(
             while running is not False:
                 time.sleep(every)
                 before, state = state, _state(files)
-                if state != before:
-                    summary, running = write_page(files, page, names)
+                if state != before and all(map(_begun, files)):
+                    with suppress(NoFile):  # it is written again, or another takes its place
+                        summary, running = write_page(files, page, names)
     if as_json:
         write_json({"report": str(page), "running": running, "summary": summary})
         return
@@ -148,9 +152,13 @@ def _begun(path: Path) -> bool:
 
 
 def _state(files: Sequence[Path]) -> list[tuple[int, ...]]:
-    """Modification time, size and inode of the files, to detect changes."""
+    """Modification time, size and inode of the files that there are, to detect changes."""
     from gradtrace.training.run_report import beside
 
     also = [beside(each) for each in files if each.suffix == RUN]
-    stats = [each.stat() for each in (*files, *also) if each.exists()]
-    return [(stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats]
+    found: list[tuple[int, ...]] = []
+    for each in (*files, *also):
+        with suppress(FileNotFoundError):
+            stat = each.stat()
+            found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
+    return found

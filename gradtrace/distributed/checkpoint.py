@@ -26,7 +26,7 @@ from gradtrace.distributed.batches import START_OVER_HINT, Batch, BatchEntry
 from gradtrace.distributed.identity import RunIdentity
 from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import container, schemas
-from gradtrace.io.atomic_files import BadFile
+from gradtrace.io.atomic_files import BadFile, NoFile
 from gradtrace.measures.decomposition import Decomposition
 from gradtrace.tracing.influence import Influence
 
@@ -165,7 +165,7 @@ class CheckpointFiles:
         """Write the merged result, and delete the files of single ranks; whether it was written."""
         if self.path is None or not self._try_to_write(self.path, whole):
             return False
-        with suppress(OSError):  # those that stay are known to be merged
+        with suppress(OSError, BadFile):  # those that stay are known to be merged
             for path in self._files():
                 if path != self.path:
                     path.unlink(missing_ok=True)
@@ -195,10 +195,16 @@ class CheckpointFiles:
                 self.own.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        if self.path is None or not self.path.parent.is_dir():
+        if self.path is None or not os.path.isdir(folder := self.path.parent):
             return []
         pattern = re.compile(re.escape(self.path.name) + r"\.rank([0-9]+)")
-        matches = ((path, pattern.fullmatch(path.name)) for path in self.path.parent.iterdir())
+        try:
+            matches = [(path, pattern.fullmatch(path.name)) for path in folder.iterdir()]
+        except OSError as error:
+            raise BadFile(
+                f"the folder {str(folder)!r}, which may hold other ranks' results, cannot be read "
+                f"({error.strerror or error}): check its permissions, or choose another"
+            ) from error
         parts = {int(match[1]): path for path, match in matches if match is not None}
         return [self.path, *(path for _, path in sorted(parts.items()))]
 
@@ -209,9 +215,10 @@ class CheckpointFiles:
         container.write(path, self.kind, {**meta, "digest": container.digest(meta)}, {})
 
     def _read(self, path: Path) -> PartialResult:
-        if not path.exists():
+        try:
+            meta = container.read(path, self.kind, schemas.JOURNALS[self.kind]).meta
+        except NoFile:
             return PartialResult()
-        meta = container.read(path, self.kind, schemas.JOURNALS[self.kind]).meta
         if meta["settings"] != self.settings:
             mine, theirs = self.settings, meta["settings"]
             changed = [k for k in {**mine, **theirs} if mine.get(k) != theirs.get(k)]

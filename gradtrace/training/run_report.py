@@ -145,7 +145,7 @@ def tell_where(
     say: Callable[[str], object],
 ) -> None:
     """Print how much was traced and where the results are, unless they are nowhere."""
-    report = None if page is None or not Path(page).expanduser().exists() else page
+    report = page if page is not None and os.path.exists(Path(page).expanduser()) else None
     places = [f"{what}: {os.fspath(at)}" for what, at in (("report", report), ("file", file)) if at]
     if not places:
         return
