@@ -158,7 +158,7 @@ def _state(files: Sequence[Path]) -> list[tuple[int, ...]]:
     also = [beside(each) for each in files if each.suffix == RUN]
     found: list[tuple[int, ...]] = []
     for each in (*files, *also):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             stat = each.stat()
             found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
     return found
