@@ -324,6 +324,25 @@ def test_a_disk_that_is_full() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_errors_that_cannot_be_told_have_their_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "gradtrace", "check", "none.py:loss"]
+        done = subprocess.run(command, stderr=full, timeout=100, check=False)
+    assert done.returncode == WRONG
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the folder of a process can be removed")
+def test_a_folder_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for asked in (["report", "a.gradtrace"], ["check", "none.py:loss"]):
+        line = refused(run(*asked))
+        assert line == "gradtrace: the current folder was removed: change to another one"
+
+
 def test_a_script_can_do_as_it_likes(tmp_path: Path) -> None:
     """It prints, and so do its subprocesses; with --debug its own lines are shown, no others."""
     script = tmp_path / "loud.py"

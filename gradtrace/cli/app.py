@@ -109,6 +109,8 @@ def ended(error: BaseException, debug: bool = False) -> int:
     known = isinstance(error, (GradtraceError, OSError))  # the user can mend it
     if debug:
         _show_traceback(error)
+    elif isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd()
+        say("gradtrace: the current folder was removed: change to another one")
     elif known:
         say(f"gradtrace: {error}")
     else:

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,8 +93,9 @@ def write_json(data: dict[str, Any]) -> None:
 
 
 def say(line: str) -> None:
-    """Print a remark on stderr, as one line."""
-    print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
+    """Print a remark on stderr, as one line; if nothing can be written there, nothing is."""
+    with suppress(OSError):
+        print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
 
 
 class ProgressBar:
