@@ -183,6 +183,22 @@ class Scaler:
         return loss * self.get_scale()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("scale", [1024.0, 1 / 4, -2.0])
+def test_norms_outside_of_modules_are_told_without_a_scale(scale: float, reduction: str) -> None:
+    model, (x, y), found = net().eval(), batches(1)[0], []
+    for by in (1.0, scale):
+        with gt.Monitor(model, budget=None) as monitor:
+            loss = functional.cross_entropy(model(x), y, reduction=reduction)
+            record = monitor.step(loss if by == 1.0 else loss * by, scale=by)
+            assert record is not None and record.norms is not None
+            found.append(record.norms)
+    plain, scaled = found
+    assert plain.keys() == scaled.keys() and "" in plain
+    for name, each in plain.items():
+        assert scaled[name] == pytest.approx(each), name
+
+
 def test_scaled_losses_are_told_without_their_scale() -> None:
     model, batch, scaler = net().eval(), batches(1)[0], Scaler()
     found = []

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
+from math import sqrt
 from typing import Any
 
 from gradtrace.runs.history import Norms, StepRecord
@@ -65,12 +66,16 @@ def unscaled(result: StepResult) -> StepResult:
     if result.scale == 1.0:
         return result
     by = result.scale
+    size, table = abs(by), result.influence
     norms = {
-        # The name "" stands for the loss itself, whose gradient is 1 with any scale.
-        name: Norms(each.output / (by if name else 1), None if each.own is None else each.own / by)
+        name: Norms(each.output / size, None if each.own is None else each.own / size)
         for name, each in (result.norms or {}).items()
     }
-    table = result.influence
+    if "" in norms:  # the largest of what lies outside of modules, the loss itself among it
+        scaled = (result.norms or {})[""].output
+        losses = sqrt(table.pairs if table is not None else 1)  # has a gradient of 1 with any scale
+        inside = norms[""].output if scaled > losses * (1 + 1e-6) else 0.0
+        norms[""] = norms[""]._replace(output=max(losses, inside))
     if table is not None:
         table = replace(
             table, rows=tuple(replace(r, gradient=_divided(r.gradient, by)) for r in table)
