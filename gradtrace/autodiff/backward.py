@@ -183,7 +183,7 @@ def gradient(
     """Every leaf with its gradient, as ``torch.autograd.grad`` gives it."""
     with one_pass(), walking(loss, seed, name_table, watch) as state:
         walk(loss, state.visit, order)
-    name_table.check_once(leaf for leaf, _ in state.leaves)
+    name_table.check_once([leaf for leaf, _ in state.leaves])
     return state.leaves
 
 

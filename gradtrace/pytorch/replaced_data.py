@@ -27,4 +27,4 @@ def data_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 def have_data(before: Iterable[tuple[Tensor, Tensor]]) -> bool:
     """Whether each of the tensors lies where it did."""
-    return all(t.dtype is data.dtype and t.is_set_to(data) for t, data in before)
+    return not [t for t, at in before if t.dtype is not at.dtype or not t.is_set_to(at)]

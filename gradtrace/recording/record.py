@@ -361,7 +361,7 @@ def record(
         with closing(recorder), _assuming(bare, checks), one_pass():
             walk(loss, recorder.visit, order)
             recorder.products.batched_weights.flush()
-        name_table.check_once(leaf.tensor for leaf in recorder.leaves)
+        name_table.check_once([leaf.tensor for leaf in recorder.leaves])
         kept = {} if bare else recorder.cache.values
         constants = Constants(seed, recorder.maps, recorder.leaves, kept, recorder.parts())
         if recorder.products.changes_device:

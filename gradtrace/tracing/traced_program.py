@@ -246,7 +246,8 @@ class TensorStates:
     def hold(self) -> bool:
         """Whether none of them has been changed in place, or its ``.data`` set to others."""
         changed = any(tensor._version != version for tensor, version in self.versions)
-        changed = changed or any(tensor.shape != shape for tensor, shape in self._shapes)
+        reshaped = [tensor for tensor, shape in self._shapes if tensor.shape != shape]
+        changed = changed or bool(reshaped)
         return not changed and have_data(self._data) and all(each.hold() for each in self._prints)
 
 
