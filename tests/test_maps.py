@@ -635,6 +635,25 @@ def agree(semiring: Semiring, found: Value, wanted: Value, shape: Shape, exact: 
 LOGARITHMS = [s for s in EVERY if s == ENTROPY or s in OWN or getattr(s, "log", False)]
 
 
+@pytest.mark.parametrize("semiring", EVERY, ids=lambda s: str(s.name))
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_norms_of_some_rows_at_a_time(
+    semiring: Semiring, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(rank)
+    wide, per_row, per_line = torch.randn(7, 3, 5), torch.randn(7, 3, 1), torch.randn(5)
+    pairs = [(per_row * wide, per_line), (per_row, wide)][:rank]
+    for dims in ([2], [1, 2]):
+        m = Normaliser(per_row * per_line, pairs, dims, (7, 3, 5))
+        x = semiring.lift(torch.randn(7, 3, 5))
+        wanted = m.apply_in(x, semiring)
+        for most in (1, 40):
+            monkeypatch.setattr("gradtrace.linops.tuning.SEMIRING_PIECE_ELEMENTS", most)
+            found = m.apply_in(x, semiring)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        monkeypatch.undo()
+
+
 def check_semiring(
     m: Map, semiring: Semiring, make: Make, exact: bool = False, matrix: Tensor | None = None
 ) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from sanitized import UNSANITIZED
 from torch import nn
 
 import gradtrace as gt
@@ -100,6 +105,51 @@ def test_too_large_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch) 
     assert len(trace.influence("operators"))
     monkeypatch.setattr(memory, "available", lambda device: None)  # nobody tells
     assert len(trace.influence("operators"))
+
+
+def test_semirings_hold_more_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By viterbi every step makes sizes of weights, products and what they are compared with."""
+    x = torch.ones(3000, requires_grad=True)
+    trace = gt.trace(x.tanh().sum(), names={"x": x}, rule="viterbi")
+    beside = memory.SEMIRING_TEMPORARIES * 3000 * 4
+    needed = memory.streaming(trace.program, kept=False) + beside
+    monkeypatch.setattr(memory, "available", lambda device: needed - 1)
+    with pytest.raises(TooLarge, match="following paths takes about"):
+        trace.path("x", 0)
+    monkeypatch.setattr(memory, "available", lambda device: needed)
+    assert len(trace.path("x", 0).steps)
+
+
+def attention_in_max(queries: int, pieces: bool) -> int:
+    """How much the memory of a process grows while softmax over as many keys is computed in MAX, in
+    values of that size; ``pieces``: some rows at a time.
+    """
+    code = f"""
+import torch
+from gradtrace.linops import Normaliser, tuning
+from gradtrace.semirings import MAX
+if not {pieces}:
+    tuning.SEMIRING_PIECE_ELEMENTS = 1 << 40
+def soft(n):
+    y = torch.softmax(torch.randn(n, n), -1)
+    return Normaliser(y, [(-y, y)], [1], (n, n))
+soft(64).apply_in((torch.rand(64, 64),), MAX)
+m, x = soft({queries}), (torch.rand({queries}, {queries}),)
+def told(word):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if word in line)
+open("/proc/self/clear_refs", "w").write("5")
+before = told("VmRSS")
+found = m.apply_in(x, MAX)
+print((told("VmHWM") - before) // found[0].nbytes)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak to reset")
+@UNSANITIZED
+def test_a_large_softmax_is_computed_some_rows_at_a_time() -> None:
+    assert attention_in_max(3000, pieces=True) < 4 < attention_in_max(3000, pieces=False)
 
 
 def test_this_machine_tells_how_much_is_free() -> None:

@@ -138,6 +138,18 @@ def whole(program: Program, kept: bool = True) -> int:
     return sum(prod(step.shape) * step.dtype.itemsize for step in steps)
 
 
+SEMIRING_TEMPORARIES = 4
+"""How many tensors of a result's size computing it in a semiring holds for a moment: sizes of
+weights, products, what they are compared with.
+"""
+
+
+def semiring_temporaries(program: Program) -> int:
+    """The bytes that the largest step holds for a moment in a semiring, beside its values."""
+    sizes = (prod(step.shape) * step.dtype.itemsize for step in program.steps())
+    return SEMIRING_TEMPORARIES * max(sizes, default=0)
+
+
 WITHOUT_WEIGHTS = frozenset(
     {
         *("TBackward0", "TransposeBackward0", "PermuteBackward0", "SliceBackward0"),

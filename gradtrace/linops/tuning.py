@@ -37,3 +37,6 @@ stay in a CPU's cache.
 
 BATCHED_MIN_ELEMENTS = 1 << 12
 """Copies of a contraction with fewer elements are one product, even if these have to be moved."""
+
+SEMIRING_PIECE_ELEMENTS = 1 << 20
+"""Softmax and norms are computed in a semiring for about so many elements at a time."""

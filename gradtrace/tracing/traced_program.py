@@ -189,7 +189,9 @@ class TracedProgram:
         found = known.get(self.uses_kept)
         if found is None:
             parts = self.program, self.uses_kept
-            found = known[self.uses_kept] = memory.streaming(*parts), memory.whole(*parts)
+            beside = 0 if self.uses_kept else memory.semiring_temporaries(self.program)
+            found = memory.streaming(*parts) + beside, memory.whole(*parts) + beside
+            known[self.uses_kept] = found
         return found
 
     @property
