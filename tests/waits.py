@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrace.autodiff.nodes import is_number
+from gradtrace.pytorch import function_modes
 
 _SEEN = (
     "_local_scalar_dense nonzero nonzero_static masked_select equal allclose unique_dim "
@@ -54,6 +56,9 @@ class Waits:
         return len(self.places)
 
     def __enter__(self) -> Waits:
+        self._modes.enter_context(pytest.MonkeyPatch.context()).setattr(
+            function_modes, "STAYING", (*function_modes.STAYING, _Called)
+        )
         self._modes.enter_context(_Called(self))
         self._modes.enter_context(_Dispatched(self))
         return self

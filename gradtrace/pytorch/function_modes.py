@@ -21,6 +21,10 @@ _POP: Any = vars(overrides)["_pop_mode"]
 _PUSH: Any = vars(overrides)["_push_mode"]
 
 
+STAYING: tuple[type, ...] = (DeviceContext,)
+"""Modes that stay active in passes: a default device."""
+
+
 class _ThreadState(threading.local):
     before: Sequence[TorchFunctionMode] | None = None  # what ``paused`` found; None: it is not on
 
@@ -38,9 +42,8 @@ def paused() -> Iterator[None]:
         yield
         return
     before = _ALL()
-    devices = [mode for mode in before if isinstance(mode, DeviceContext)]
     try:
-        _settle(devices, before)
+        _settle([mode for mode in before if isinstance(mode, STAYING)], before)
         yield
     finally:
         try:
