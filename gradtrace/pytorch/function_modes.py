@@ -21,7 +21,7 @@ _POP: Any = vars(overrides)["_pop_mode"]
 _PUSH: Any = vars(overrides)["_push_mode"]
 
 
-STAYING: tuple[type, ...] = (DeviceContext,)
+STAYING: tuple[type[TorchFunctionMode], ...] = (DeviceContext,)
 """Modes that stay active in passes: a default device."""
 
 

@@ -83,9 +83,10 @@ export function brief(value: number): string {
   return count(value);
 }
 
-/** A share of 1 as per cent: 43.2%, and never 0% or 100% for what is not. */
+/** A share of 1 as per cent: 43.2%, never 0% or 100% for what is not, and "none" if there is none. */
 export function percent(value: number | string | null): string {
   const x = real(value);
+  if (Number.isNaN(x)) return "none";
   const odd = unusual(x);
   if (odd) return odd;
   const size = Math.abs(x);

@@ -202,7 +202,7 @@ function Chooser({ training, by, ranking, lines, toggle, reset }: {
                 <bdi title={short(training.components[component]!, 400)}>
                   {short(moduleName(training.components[component]!), 44)}
                 </bdi>
-                <span class="num">{share(training[by][component]![last]!)}</span>
+                <span class="num">{percent(training[by][component]![last]!)}</span>
               </label>
             </li>
           );
@@ -212,8 +212,6 @@ function Chooser({ training, by, ranking, lines, toggle, reset }: {
     </fieldset>
   );
 }
-
-const share = (value: number): string => (Number.isNaN(value) ? "none" : percent(value));
 
 /** A slope and its interval in words that fit its size: by step, or by a thousand. */
 export function rate({ slope, low, high }: Timing): string {

@@ -50,7 +50,8 @@ test.each([
   [-0.123, "−12.3%"],
   [310, "31\u202f000%"],
   [1e9, "1.00×10¹¹%"],
-  [NaN, "not a number"],
+  [NaN, "none"],
+  [null, "none"],
 ])("percent %s", (value, text) => {
   expect(percent(value)).toBe(text);
 });

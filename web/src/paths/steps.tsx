@@ -299,7 +299,7 @@ function Row({ n, step, last, leaf: { name, parameter }, coarse }: {
       </td>
       <td role="cell" class="share" data-label="Share" title={exact(step.share)}>
         <Bar share={step.share} />
-        <span class="num">{Number.isNaN(step.share) ? "none" : percent(step.share)}</span>
+        <span class="num">{percent(step.share)}</span>
       </td>
     </tr>
   );
