@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SYSTEM = re.compile(r"(ld-linux.*|lib(c|m|dl|rt|pthread|util|gcc_s|stdc\+\+|gomp.*)\.so\.\d+)$")
+SYSTEM = re.compile(r"(ld-linux.*|lib(c|m|dl|rt|pthread|util|gcc_s|stdc\+\+|gomp.*|z)\.so\.\d+)$")
 """Libraries that every Linux has."""
 
 NVIDIA = re.compile(r"(__cuda|cu|nccl|nv)[A-Za-z]")
