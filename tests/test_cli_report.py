@@ -325,10 +325,12 @@ def test_a_disk_that_is_full() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_errors_that_cannot_be_told_have_their_exit_code() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_errors_that_cannot_be_told_have_their_exit_code(unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "gradtrace", "check", "none.py:loss"]
-        done = subprocess.run(command, stderr=full, timeout=100, check=False)
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, stderr=full, timeout=100, check=False, env=env)
     assert done.returncode == WRONG
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -161,7 +161,12 @@ def options(
 def main() -> None:
     """The entry point."""
     _open_streams()
-    sys.exit(_flushed(_run()))
+    code = _flushed(_run())
+    try:
+        sys.stderr.flush()
+    except OSError:  # Python would end with a code of its own
+        _drop(sys.stderr)
+    sys.exit(code)
 
 
 def _open_streams() -> None:
@@ -209,8 +214,13 @@ def _flushed(code: Any) -> Any:
         sys.stdout.flush()
         return code
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop(sys.stdout)
         if isinstance(error, BrokenPipeError):
             return UNREAD
         say(f"gradtrace: {error}")
         return WRONG
+
+
+def _drop(stream: TextIO) -> None:
+    """Let what waits to be written there be written nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
