@@ -360,7 +360,7 @@ def test_a_layer_takes_few_calls(name: str, kind: str, first: int, second: int, 
     """
     gt.plans().clear()
     work_of(name, 4)  # what is done once in a process
-    counts = 1.0 if sys.version_info[:2] == (3, 11) else 1.03  # 3.12 counts 2% more of the same
+    counts = 1.0 if sys.version_info[:2] == (3, 11) else 1.03  # 3.12, torch 2.11: 2% more
     for most in (first, second, later):
         found = [work_of(name, n)[kind] for n in (SIZE, 2 * SIZE)]
         assert found[1] - found[0] < most * SIZE * counts
