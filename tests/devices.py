@@ -35,7 +35,7 @@ from gradtrace.kernels import (
 from gradtrace.kernels.cuda_batched_tally import BatchedTally
 from gradtrace.kernels.operands import Contraction, LowRankLines, Matrices, Operand
 from gradtrace.kernels.strides import reduction
-from gradtrace.linops import Contract, Normaliser
+from gradtrace.linops import Contract, Normaliser, Scale
 from gradtrace.semirings import ABS, TopK
 from gradtrace.tracing import greedy_rule
 from gradtrace.tracing.greedy_rule import Greedy
@@ -735,9 +735,64 @@ def _larger(
     there = [x.to(device) if isinstance(x, Tensor) else x for x in (first, marks, second, others)]
     a, mine, b, theirs = there
     assert isinstance(a, Tensor) and isinstance(b, Tensor)
-    found = cuda_ids.merge_pair(a, mine, unmasked, b, theirs, shift)
-    assert found is not None
-    same(found, wanted)
+    for sized in (False, True):
+        found = cuda_ids.merge_pair(a, mine, unmasked, b, theirs, shift, sized)
+        assert found is not None and (found[1] is not None) is sized
+        same(found[0], wanted)
+        if found[1] is not None:
+            assert found[1].is_contiguous()
+            same(found[1], size)
+
+
+def scaled(device: str) -> None:
+    """``scaled_ids`` says where a product of half precision is not 0 in float32, by strides."""
+    tiny = torch.tensor([0.0, -0.0, 1e-30, 1e-7, 1.0, -2.0, float("inf"), NAN])
+    for dtype, other, shape in product(FLOATS, FLOATS, [(), (8,), (3, 8), (2, 5, 8)]):
+        x, weight = (
+            tiny[torch.randint(8, shape, generator=torch.Generator().manual_seed(seed))].to(kind)
+            for seed, kind in ((0, dtype), (1, other))
+        )
+        marks = words(x.numel(), 5, 1).reshape(shape)
+        for a, w, ids in zip(strided(x), strided(weight)[::-1], strided(marks)):
+            for by in (w, w[..., :1] if w.dim() else w, 1.0, 1e-7, 1e-40, 0):
+                for some in (ids, None):
+                    _scaled(device, a, by, some)
+    assert cuda_ids.scaled(tiny.double().to(device), 1.0, None) is None
+    assert cuda_ids.scaled(tiny.to(device), tiny.double().to(device), None) is None
+    assert cuda_ids.scaled(tiny.to(device), 1.0, words(8, 5, 1).long().to(device)) is None
+    many = torch.rand([2] * 9).permute(8, 6, 4, 2, 0, 7, 5, 3, 1)
+    assert cuda_ids.scaled(torch.rand([2] * 9).to(device), many.to(device), None) is None
+    empty = cuda_ids.scaled(tiny[:0].to(device), 2.0, None)
+    assert empty is not None and not empty.numel()
+
+
+def _scaled(device: str, x: Tensor, weight: Tensor | float, ids: Tensor | None) -> None:
+    there = [each.to(device) if isinstance(each, Tensor) else each for each in (x, weight, ids)]
+    found = cuda_ids.scaled(*there)  # type: ignore[arg-type]
+    if torch.float64 in (x.dtype, getattr(weight, "dtype", None)):
+        assert found is None
+        return
+    factor = weight.float() if isinstance(weight, Tensor) else torch.tensor(float(weight)).float()
+    assert found is not None and found.dtype is torch.int32
+    same(found, torch.where(x.float() * factor != 0, 1 if ids is None else ids, 0).int())
+
+
+def underflows(device: str) -> None:
+    """An element that a weight in half precision makes 0 keeps its path, and one of weight 0 has
+    none; a mask of ids is the same for values of all kinds.
+    """
+    x = torch.tensor([1e-4, 0.0, -1e-5, 2.0], dtype=torch.float16).to(device)
+    weight = torch.tensor([1e-4, 1.0, 1e-5, 0.0], dtype=torch.float16).to(device)
+    marks = torch.tensor([3, 2, 1, 2], dtype=torch.int32).to(device)
+    backend = backend_of(x)
+    assert not bool((x * weight)[:3].any())
+    form = Form(Encoding.SCALED, torch.float16)
+    for ids, wanted in ((marks, [3, 0, 1, 0]), (None, [1, 0, 1, 0])):
+        state = TracedValue(x, 0, ids, ProvenanceTable((1, 3, 5) if ids is not None else (1,)))
+        found = Greedy(backend).through(Scale(weight, (4,)), state, form)
+        assert found.ids is not None and found.ids.tolist() == wanted
+    for dtype in FLOATS:
+        assert backend.masked(marks, (x * 1e4).to(dtype)).tolist() == [3, 0, 1, 2]
 
 
 # Numbers of marks --------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {
     "contract_strided": PLAIN.contract_strided,
     "contract_lines": PLAIN.contract_lines,
     "merge": PLAIN.merge,
+    "masked": PLAIN.masked,
     "tally": PLAIN.tally,
     "measure": PLAIN.measure,
     "measure_many": PLAIN.measure_many,
@@ -110,7 +111,7 @@ IN_PLACE = {"merge"}
 """Operations that write to their first two operands."""
 
 SAME = {
-    *("synchronises", "host", "table_entries", "sums_groups", "group_sums", "add_rows", "masked"),
+    *("synchronises", "host", "table_entries", "sums_groups", "group_sums", "add_rows"),
     *(
         "used",
         "renumber",
@@ -128,7 +129,16 @@ SAME = {
 """What a backend tells, and does in plain torch or otherwise than by choosing: as on the device."""
 
 NONE = {
-    *("fuses", "merge_pair", "close_gaps", "tally_batch", "max_top_k", "contract_top"),
+    *(
+        "fuses",
+        "merge_pair",
+        "merge_sized",
+        "scaled_ids",
+        "close_gaps",
+        "tally_batch",
+        "max_top_k",
+        "contract_top",
+    ),
     *(
         "sums_lines",
         "executes_plans",

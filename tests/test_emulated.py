@@ -635,6 +635,11 @@ def test_the_larger_of_two_terms(emulator: Emulator) -> None:
     devices.duel("cpu")
 
 
+def test_ids_of_products_of_half_precision(emulator: Emulator) -> None:
+    devices.scaled("cpu")
+    devices.underflows("cpu")
+
+
 @pytest.mark.parametrize("file, defines", SOURCES, ids=str)
 def test_the_sources_compile_for_a_gpu(file: str, defines: tuple[str, ...]) -> None:
     library = nvrtc()

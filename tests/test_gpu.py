@@ -154,6 +154,11 @@ def test_the_larger_of_two_terms() -> None:
     devices.duel("cuda")
 
 
+def test_ids_of_products_of_half_precision() -> None:
+    devices.scaled("cuda")
+    devices.underflows("cuda")
+
+
 @on_a_gpu
 def test_tally() -> None:
     devices.tally("cuda", True)

@@ -210,6 +210,24 @@ class Backend(Protocol):
         the same in several passes.
         """
 
+    def merge_sized(
+        self,
+        first: Tensor,
+        ids: Tensor | int,
+        unmasked: bool,
+        second: Tensor,
+        others: Tensor | int,
+        shift: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        """What ``merge`` makes of the first term, if the second is merged into it: the size of the
+        larger, contiguous, and the ids that ``merge_pair`` returns. None if there is no kernel.
+        """
+
+    def scaled_ids(self, x: Tensor, weight: Tensor | float, ids: Tensor | None) -> Tensor | None:
+        """The ids (None: all 1) of ``weight·x``: 0 where that product is 0 in float32. None if
+        there is no kernel for these; there is none for float64.
+        """
+
     def masked(self, ids: Tensor, value: Tensor) -> Tensor:
         """The ids, 0 where the value is 0."""
 

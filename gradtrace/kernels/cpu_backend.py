@@ -234,11 +234,12 @@ class Cpu(Reference):
     def merge(
         self, size: Tensor, ids: Tensor, value: Tensor, other: Tensor | int, shift: int = 0
     ) -> None:
+        value = value.to(size.dtype)
         if not (_serves(size, ids, value) and size.is_contiguous() and ids.is_contiguous()):
             return super().merge(size, ids, value, other, shift)
         if isinstance(other, int) and not other:
             return None
-        value = value.to(size.dtype).expand(size.shape).contiguous()
+        value = value.expand(size.shape).contiguous()
         beside, constant = (None, other) if isinstance(other, int) else (other.contiguous(), 0)
         n, at = size.numel(), pointers.flat
         there = 0 if beside is None else at(beside, torch.int32, n)

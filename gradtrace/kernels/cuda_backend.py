@@ -168,7 +168,29 @@ class Cuda(Reference):
         others: Tensor | int,
         shift: int,
     ) -> Tensor | None:
-        return cuda_ids.merge_pair(first, ids, unmasked, second, others, shift)
+        found = cuda_ids.merge_pair(first, ids, unmasked, second, others, shift)
+        return None if found is None else found[0]
+
+    def merge_sized(
+        self,
+        first: Tensor,
+        ids: Tensor | int,
+        unmasked: bool,
+        second: Tensor,
+        others: Tensor | int,
+        shift: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        found = cuda_ids.merge_pair(first, ids, unmasked, second, others, shift, True)
+        if found is None or found[1] is None:
+            return None
+        return found[1], found[0]
+
+    def scaled_ids(self, x: Tensor, weight: Tensor | float, ids: Tensor | None) -> Tensor | None:
+        return cuda_ids.scaled(x, weight, ids)
+
+    def masked(self, ids: Tensor, value: Tensor) -> Tensor:
+        found = cuda_ids.scaled(value, 1.0, ids)
+        return super().masked(ids, value) if found is None else found
 
     def used(self, ids: Tensor, count: int) -> Tensor:
         bits = cuda_ids.used(ids, count)

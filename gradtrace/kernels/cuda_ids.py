@@ -5,6 +5,10 @@ Tensors are read by their strides and in their own dtype, half precisions includ
 
 from __future__ import annotations
 
+import sys
+from ctypes import c_float
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -51,8 +55,9 @@ def merge_pair(
     second: Tensor,
     others: Tensor | int,
     shift: int,
-) -> Tensor | None:
-    """``Backend.merge_pair``."""
+    sized: bool = False,
+) -> tuple[Tensor, Tensor | None] | None:
+    """``Backend.merge_pair``; the size only if ``sized``."""
     beside = [x for x in (ids, others) if isinstance(x, Tensor)]
     n, kind, other = first.numel(), KINDS.get(first.dtype), KINDS.get(second.dtype)
     if (
@@ -68,21 +73,71 @@ def merge_pair(
     for x in beside:
         if x.dtype is not torch.int32 or x.shape != shape:
             return None
-    out = torch.empty(shape, dtype=torch.int32, device=device)
+    out, size = torch.empty(shape, dtype=torch.int32, device=device), None
     mine, here, one = _ids_operand(ids, out)
     theirs, there, another = _ids_operand(others, out)
     strides = (out.stride(), first.stride(), mine.stride(), second.stride(), theirs.stride())
-    how = merged(shape, *strides)
+    if sized:
+        size = torch.empty(shape, dtype=WIDER[kind == 1], device=device)
+    how = merged(shape, *strides, *(() if size is None else (size.stride(),)))
     if how is None:
         return None
     words = (
-        on_device(out), on_device(first), here, on_device(second), there, one, another, shift,
-        int(unmasked), kind, other, n, *how,
+        on_device(out), on_device(first), here, on_device(second), there,
+        0 if size is None else on_device(size), one, another, shift, int(unmasked), kind, other, n,
+        *how,
     )  # fmt: skip
     with cuda_launch.at(device):
-        name = "larger_double" if kind == 1 else "larger_float"
-        cuda_launch.kernel(device, STEPS, name)(blocks(n), THREADS, words)
+        cuda_launch.kernel(device, STEPS, LARGER[sized, kind == 1])(blocks(n), THREADS, words)
+    return out, size
+
+
+LARGER = {
+    (False, False): "larger_float",
+    (False, True): "larger_double",
+    (True, False): "larger_sized_float",
+    (True, True): "larger_sized_double",
+}
+"""Kernels of ``merge_pair``, by whether the size is wanted and whether values are double."""
+
+WIDER = {False: torch.float32, True: torch.float64}
+"""The dtype of sizes, by whether values are double."""
+
+
+def scaled(x: Tensor, weight: Tensor | float, ids: Tensor | None) -> Tensor | None:
+    """``Backend.scaled_ids``; None if the kernel does not support the tensors."""
+    given = [each for each in (x, weight, ids) if isinstance(each, Tensor)]
+    kind, shape, constant, by = KINDS.get(x.dtype, 1), x.shape, 0, x
+    if isinstance(weight, Tensor):
+        by = weight if weight.shape == shape else weight.expand(shape)
+        other = KINDS.get(weight.dtype, 1)
+    else:
+        other, constant = 0, _bits(weight)
+    if kind == 1 or other == 1 or not cuda_launch.serves(STEPS, *given):
+        return None
+    if ids is not None and (ids.dtype is not torch.int32 or ids.shape != shape):
+        return None
+    like = x if ids is None else ids
+    out = torch.empty_like(like, dtype=torch.int32)
+    beside = out if ids is None else ids
+    how = merged(shape, out.stride(), x.stride(), by.stride(), beside.stride())
+    if how is None:
+        return None
+    n, device = x.numel(), x.device
+    if n:
+        words = (
+            on_device(out), on_device(x), on_device(by) if isinstance(weight, Tensor) else 0,
+            0 if ids is None else on_device(ids), constant, kind, other, n, *how,
+        )  # fmt: skip
+        with cuda_launch.at(device):
+            cuda_launch.kernel(device, STEPS, "scaled_ids")(blocks(n), THREADS, words)
     return out
+
+
+@lru_cache(1024)
+def _bits(number: float) -> int:
+    """The bits of a number in float32."""
+    return int.from_bytes(bytes(c_float(number)), sys.byteorder)
 
 
 def _ids_operand(ids: Tensor | int, out: Tensor) -> tuple[Tensor, int, int]:

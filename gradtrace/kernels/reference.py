@@ -122,6 +122,20 @@ class Reference:
     ) -> Tensor | None:
         return None
 
+    def merge_sized(
+        self,
+        first: Tensor,
+        ids: Tensor | int,
+        unmasked: bool,
+        second: Tensor,
+        others: Tensor | int,
+        shift: int,
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def scaled_ids(self, x: Tensor, weight: Tensor | float, ids: Tensor | None) -> Tensor | None:
+        return None
+
     def masked(self, ids: Tensor, value: Tensor) -> Tensor:
         if not self.synchronises and bool(value.all()):  # reading is cheaper than copying
             return ids

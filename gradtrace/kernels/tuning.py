@@ -103,6 +103,10 @@ SUMMED_ON_HOST_MAX_COUNTS = 1 << 16
 """Up to this many counts above 0, by leaf and set of components, the CPU adds up what a GPU has
 counted."""
 
+READ_MAX_COUNTS = 1 << 20
+"""Up to this many counts, those included that are 0, are read from a GPU to see how many are not.
+"""
+
 # Captured passes ---------------------------------------------------------------------------------
 
 CAPTURED_AFTER_LOSSES = 3

@@ -29,20 +29,26 @@ class Contract(Map):
 
     ``Contract("mk,kn->mn", w, (2, 3))`` is ``out[m, n] = ⊕ₖ in[m, k] · w[k, n]``. Every letter of
     the input is in the weight or in the result; the sum runs over letters the result lacks.
+
+    ``crossed``: the gradient that it hands back lies in memory with its last two dimensions
+    exchanged, as that by ``w.t()`` does; provenance ids are written so too, to be read beside it.
     """
 
-    __slots__ = ("each", "spec", "weight")
+    __slots__ = ("crossed", "each", "spec", "weight")
     weights = ("weight",)
 
-    def __init__(self, spec: str, weight: Tensor, in_shape: Shape, out_shape: Shape) -> None:
+    def __init__(
+        self, spec: str, weight: Tensor, in_shape: Shape, out_shape: Shape, crossed: bool = False
+    ) -> None:
         self.spec = spec
+        self.crossed = crossed
         self.each = ""  # the einsum with a weight for each copy, if that saves to copy the input
         self.weight = plain(weight)
         self.in_shape = in_shape
         self.out_shape = out_shape
 
     def structure(self) -> object:
-        return Contract, self.spec, self.in_shape, self.weight.shape
+        return Contract, self.spec, self.in_shape, self.weight.shape, self.crossed
 
     def plan(self) -> EinsumPlan:
         """The contraction as a batched matrix product."""
@@ -86,6 +92,11 @@ class Contract(Map):
         return chosen(value.reshape(at.shape), source.reshape(at.shape), None)
 
     def select(self, x: Tensor, ids: Tensor, value: bool = False) -> Selection:
+        if self.crossed:
+            last = len(self.out_shape) - 1
+            mirrored = self._permuted([*range(last - 1), last, last - 1])
+            most, those = mirrored.select(x, ids, value)
+            return None if most is None else most.mT, those.mT
         there = self._select_strided(x, ids, value)
         if there is not None:
             return there
@@ -103,6 +114,12 @@ class Contract(Map):
             return largest, found.ids.reshape(shape)
         largest = None if found.value is None else how.back(found.value)
         return largest, how.back(found.ids)
+
+    def _permuted(self, order: Sequence[int]) -> Contract:
+        """The contraction with the dimensions of its result in another order."""
+        terms, out = self.spec.split("->")
+        spec = f"{terms}->{''.join(out[d] for d in order)}"
+        return Contract(spec, self.weight, self.in_shape, tuple(self.out_shape[d] for d in order))
 
     def _select_strided(self, x: Tensor, ids: Tensor, value: bool) -> Selection | None:
         """``select`` that reads the operands with their strides, without copies; None if these
@@ -143,8 +160,8 @@ class Contract(Map):
 
         x, ids, weight = sliced(x, how.x), sliced(ids, how.x), sliced(self.weight, how.w)
         shape = resized(self.out_shape, dim, rows.stop - rows.start)
-        here = Contract(self.spec, weight, tuple(x.shape), shape)
-        found = here.select(x, ids)[1].permute(*order).reshape(-1)
+        here = Contract(self.spec, weight, tuple(x.shape), shape)._permuted(order)
+        found = here.select(x, ids)[1].reshape(-1)
         return found[first - rows.start * row : last - rows.start * row]
 
     def rows(self, at: Tensor) -> Rows:

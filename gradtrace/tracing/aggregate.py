@@ -107,12 +107,22 @@ class Groups(NamedTuple):
             counts=torch.where(there, self.counts, 0), sums=torch.where(there, self.sums, 0.0)
         )
 
+    def _ends(self) -> Tensor:
+        """Where the groups of each leaf end, after a 0."""
+        leaves = torch.arange(-1, len(self.extra), device=self.leaf.device)
+        return torch.searchsorted(self.leaf, leaves, right=True)
+
     def totals(self) -> Tensor:
         """How many elements of each leaf have a path; exact below 2**53."""
-        leaves = torch.arange(len(self.extra), device=self.leaf.device)
-        ends = torch.searchsorted(self.leaf, leaves, right=True)
-        until = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])[ends]
-        return torch.diff(until, prepend=until.new_zeros(1)).double()
+        until = torch.cat([self.counts.new_zeros(1), self.counts.cumsum(0)])[self._ends()]
+        return torch.diff(until).double()
+
+    def _by_leaf(self, both: Tensor) -> Tensor:
+        """Sums of the rows of groups by leaf; the same bits in every pass."""
+        ends = self._ends()
+        columns = (x.contiguous() for x in both.unbind(1))  # of lines, a GPU adds one by one
+        sums = [torch.segment_reduce(x, "sum", offsets=ends, unsafe=True) for x in columns]
+        return torch.stack(sums, 1)
 
     def added(self, wanted: LeafSums, backend: Backend) -> GroupSums:
         """Sum the groups whose leaf could pass each component, and those whose provenance has any
@@ -132,7 +142,7 @@ class Groups(NamedTuple):
         found = torch.zeros(2, pairs, count, 2, dtype=torch.float64, device=device)
         if pairs == 1:  # eligible depends on the leaf only: sum by leaf first
             by_leaf = torch.zeros(able.shape[1], 2, dtype=torch.float64, device=device)
-            backend.add_rows(by_leaf, where[self.leaf], both)
+            backend.add_rows(by_leaf, where, self._by_leaf(both))
             missing = torch.cat([missing, by_leaf], 1)
         by_component = _product(able, missing, entries)
         found[0, 0] += by_component[:, 1:] if pairs == 1 else 0
@@ -362,13 +372,18 @@ def grouped(found: Sequence[Counts], backend: Backend) -> Groups | ListedGroups:
     """
     if backend.sums_groups:
         return ListedGroups(found)
-    if found and summing(backend) is not None:
+    if found and summing(backend) is not None and _entries(found) <= tuning.READ_MAX_COUNTS:
         counts, sums, starts = joined_counts(found, HOST)
         used = int(counts.count_nonzero())  # of as many, however much room their tables have
         if used <= tuning.SUMMED_ON_HOST_MAX_COUNTS:
             here = zip(found, starts)
             return ListedGroups([_at(each, counts, sums, start) for each, start in here])
     return groups_of(found)
+
+
+def _entries(found: Sequence[Counts]) -> int:
+    """How many counts there are, those included that are 0; tensors that leaves share once."""
+    return sum({id(each.counts): len(each.counts) for each in found}.values())
 
 
 def _at(found: Counts, counts: Tensor, sums: Tensor, start: int) -> Counts:
@@ -381,9 +396,9 @@ def groups_of(found: Sequence[Counts]) -> Groups:
     """The counts of all leaves as groups, on the device that holds the first."""
     device = found[0].counts.device if found else torch.device("cpu")
     counts, sums, places = joined_counts(found, device)
-    rows, firsts = joined_rows(found)
+    extra = words_of([each.extra for each in found])
+    rows, firsts = joined_rows(found, extra, device)
     extra = words_of([each.extra for each in found], 0, rows.shape[1])
-    rows = _padded(rows, extra.shape[1])
     sizes = [len(each.counts) if each.size is None else each.size for each in found]
     begin = np.cumsum([0, *sizes], dtype=np.int64)
     total, begin = int(begin[-1]), begin[:-1]
@@ -410,12 +425,12 @@ def groups_of(found: Sequence[Counts]) -> Groups:
         leaf,
         pairs[leaf] + beyond,
         row,
-        to_device(rows, device),
+        rows,
         to_device(extra, device),
         counts[used],
         sums[used],
     )
-    return here if (rows[1:, 0] & 1).all() else here._reached()
+    return here._reached()
 
 
 def joined_counts(
@@ -457,8 +472,12 @@ def _sent(parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> tuple
     return torch.cat([c for c, _ in order]), torch.cat([s for _, s in order])
 
 
-def joined_rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
-    """The rows of all provenance tables, shared ones once, and each leaf's offset."""
+def joined_rows(
+    found: Sequence[Counts], extra: Words, device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """The rows of all provenance tables on a device, as wide as ``extra`` at least, shared ones
+    once; and each leaf's offset.
+    """
     places: dict[int, int] = {}
     tables, count = [np.zeros((1, 1), np.uint64)], 1
     for each in found:
@@ -466,13 +485,13 @@ def joined_rows(found: Sequence[Counts]) -> tuple[Words, list[int]]:
             places[id(each.rows)] = count
             tables.append(words_of(each.rows))
             count += len(each.rows)
-    width = max(table.shape[1] for table in tables)
-    whole = np.concatenate([_padded(table, width) for table in tables])
-    return whole, [places[id(each.rows)] for each in found]
-
-
-def _padded(words: Words, width: int) -> Words:
-    """Sets padded with zeros to ``width`` words each."""
-    if words.shape[1] == width:
-        return words
-    return np.concatenate([words, np.zeros((len(words), width - words.shape[1]), np.uint64)], 1)
+    width = max(extra.shape[1], *(table.shape[1] for table in tables))
+    # memory that a GPU reads fast, and that PyTorch keeps for the next trace
+    whole = torch.empty(count, width, dtype=torch.int64, pin_memory=device.type == "cuda")
+    words, at = whole.numpy().view(np.uint64), 0
+    for table in tables:
+        here = words[at : at + len(table)]
+        here[:, : table.shape[1]] = table
+        here[:, table.shape[1] :] = 0
+        at += len(table)
+    return whole.to(device, non_blocking=True), [places[id(each.rows)] for each in found]

@@ -140,16 +140,20 @@ def counted_rows(
     part, sampled = rows_kept(traced, checked_rows(leaf_rows), seed)
     facts = part.kept.facts(chosen)
     storage = choose_storage(part.program, part.backend, part.uses_kept, part.budget, WHAT, REMEDY)
-    tally = Tally(facts, part.program, 1, part.backend, storage.batch_bytes)
+    # apart, as the counts of whole leaves, which are few, are read, and those of rows are not
+    whole, some = (
+        Tally(facts, part.program, 1, part.backend, storage.batch_bytes // 2) for _ in range(2)
+    )
     with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
         for found, gradient in _traced_leaves(part, facts, storage):
             leaf = sampled.get(found.leaf.value)
             if leaf is None:
-                tally.add(found, gradient)
+                whole.add(found, gradient)
             else:
                 gradient = found.gradient if gradient is None else gradient
-                leaf.found = tally.add_rows(found, gradient, leaf.groups)
-        table = tally.result(traced.rule, "count", traced.notes)
+                leaf.found = some.add_rows(found, gradient, leaf.groups)
+        some.count_pending()
+        table = whole.result(traced.rule, "count", traced.notes)
         return estimated(traced, facts, sampled.values(), table)
 
 

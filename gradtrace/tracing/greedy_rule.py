@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.kernels import Backend
 from gradtrace.kernels.strides import is_dense
-from gradtrace.linops import Identity, Map, Scatter
+from gradtrace.linops import Identity, Map, Scale, Scatter
 from gradtrace.linops.indexing import laid
 from gradtrace.linops.scatter import SparseElements
 from gradtrace.semirings.base import NARROW, cast, wide
-from gradtrace.tracing.provenance import compact
+from gradtrace.tracing.provenance import ProvenanceTable, compact
 from gradtrace.tracing.traced_value import (
     PendingContribution,
     TracedValue,
@@ -89,6 +89,11 @@ class Greedy:
         x, ids = state.value, state.ids
         assert x is not None
         if x.dtype in NARROW or value.dtype in NARROW:  # an underflow to 0 keeps its path
+            found = None
+            if isinstance(map_, Scale) and (ids is not None or self.backend.synchronises):
+                found = self.backend.scaled_ids(x, map_.weight, ids)
+            if found is not None:
+                return made(value, found, state.provenance)
             there = map_.weighed(x) != 0
             if ids is None and not self.backend.synchronises and torch.equal(there, value != 0):
                 return TracedValue(value, 0, None, state.provenance)
@@ -124,27 +129,42 @@ class Greedy:
         return self._join_all(first, rest, form, known)
 
     def _join_all(
-        self, first: TracedValue, rest: Iterable[TracedValue], form: Form, known: Tensor | None
+        self, first: TracedValue, rest: Sequence[TracedValue], form: Form, known: Tensor | None
     ) -> TracedValue:
         """The sum of any terms, compared one by one; the ``size`` of the first is written to."""
-        given = first.ids
-        first = first.with_provenance(self.backend)
-        assert first.value is not None and first.ids is not None
-        total, provenance = first.value, first.provenance
-        size, ids = first.size, first.ids
-        if size is None:
-            free = ids is not given and ids.is_contiguous()
-            size, ids = sizes(total), ids if free else own(ids)
-        for other in rest:
+        assert first.value is not None
+        total = first.value
+        for other in rest if known is None else ():
             assert other.value is not None
-            if known is None:
-                total = total + other.value
+            total = total + other.value
+        (size, ids), provenance, rest = self._begun(first, rest)
+        for other in rest:
             theirs = 1 if other.ids is None else other.ids
             provenance, shift = provenance.joined(other.provenance)
-            self.backend.merge(size, ids, wide(other.compared), theirs, shift)
+            self.backend.merge(size, ids, other.compared, theirs, shift)
         ids, provenance = compact(ids, provenance, self.backend)
         total = cast(total, form.dtype) if known is None else known
         return TracedValue(total, 0, ids, provenance, (), size)
+
+    def _begun(
+        self, first: TracedValue, rest: Sequence[TracedValue]
+    ) -> tuple[tuple[Tensor, Tensor], ProvenanceTable, Sequence[TracedValue]]:
+        """The sizes and ids of the first term, to be written to, its provenance, and the terms to
+        merge into it. Where a kernel merges the second into it at once, that is done.
+        """
+        assert first.value is not None
+        if first.size is None and rest and self.backend.fuses(first.value, rest[0].compared):
+            provenance, shift = first.provenance.joined(rest[0].provenance)
+            found = self.backend.merge_sized(*_pair(first, rest[0]), shift)
+            if found is not None:
+                return found, provenance, rest[1:]
+        state = first.with_provenance(self.backend)
+        size, ids = state.size, state.ids
+        assert ids is not None
+        if size is None:
+            free = ids is not first.ids and ids.is_contiguous()
+            size, ids = sizes(first.value), ids if free else own(ids)
+        return (size, ids), state.provenance, rest
 
     def _join_shared_ids(
         self, states: list[TracedValue], dtype: torch.dtype, known: Tensor | None
@@ -181,16 +201,8 @@ class Greedy:
         backend = self.backend
         if not backend.fuses(first.compared, second.compared):
             return None
-        uniform = first.ids is None
         provenance, shift = first.provenance.joined(second.provenance)
-        ids = backend.merge_pair(
-            first.compared,
-            1 if first.ids is None else first.ids,
-            uniform or first.unmasked,
-            second.compared,
-            1 if second.ids is None else second.ids,
-            shift,
-        )
+        ids = backend.merge_pair(*_pair(first, second), shift)
         if ids is None:
             return None
         total = known
@@ -248,6 +260,19 @@ class Greedy:
             known = total.to(form.dtype)
         found = TracedValue(known, 0, None, states[0].provenance, tuple(parts))
         return found if form.deferred else materialise(found, self.backend)
+
+
+def _pair(
+    first: TracedValue, second: TracedValue
+) -> tuple[Tensor, Tensor | int, bool, Tensor, Tensor | int]:
+    """What ``merge_pair`` compares."""
+    return (
+        first.compared,
+        1 if first.ids is None else first.ids,
+        first.ids is None or first.unmasked,
+        second.compared,
+        1 if second.ids is None else second.ids,
+    )
 
 
 def compared_by_value(state: TracedValue) -> TracedValue:

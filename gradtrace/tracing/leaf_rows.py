@@ -276,7 +276,8 @@ def _sets(found: Sequence[RowCounts], groups: int) -> _Sets:
     every = [each.counts for each in found]
     device = every[0].counts.device
     counts, sums, starts = joined_counts(every, device)
-    rows, firsts = joined_rows(every)
+    extra = words_of([each.extra for each in every])
+    rows, firsts = joined_rows(every, extra, device)
     extra = words_of([each.extra for each in every], 0, rows.shape[1])
     sizes = np.array([len(each.rows) for each in every], np.int64)
     leaf = np.repeat(np.arange(len(found)), sizes)
@@ -284,9 +285,7 @@ def _sets(found: Sequence[RowCounts], groups: int) -> _Sets:
     start, first, step = np.array([starts, firsts, sizes + 1], np.int64)[:, leaf]
     facts = np.stack([start + number + 1, first + number, step, leaf])
     begin, row, stride, whose = to_device(facts, device)
-    wide = np.zeros((len(rows), extra.shape[1]), np.uint64)
-    wide[:, : rows.shape[1]] = rows
-    words = to_device(wide, device)[row] | to_device(extra, device)[whose]
+    words = rows[row] | to_device(extra, device)[whose]
     group = torch.arange(groups, device=device)
     place = begin.unsqueeze(1) + stride.unsqueeze(1) * group
     numbers = torch.stack([counts[place].double(), sums[place]], 1)

@@ -140,7 +140,8 @@ def narrowed_map(map_: Map, dim: int, rows: Tensor) -> tuple[Map, int | None]:
             weight = weight.index_select(how.w.index(letter), rows.to(weight.device))
         if place >= 0:
             in_shape = resized(in_shape, place, len(rows))
-        return Contract(map_.spec, weight, in_shape, out_shape), place if place >= 0 else None
+        found = Contract(map_.spec, weight, in_shape, out_shape, map_.crossed)
+        return found, place if place >= 0 else None
     if isinstance(map_, Scatter):
         count, width = map_.out_shape
         number = torch.full((count + 1,), -1, device=map_.target.device)  # the last for none

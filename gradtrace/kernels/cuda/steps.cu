@@ -96,33 +96,66 @@ __device__ void merge(const Merge& c) {
 KERNEL(256, merge_float, Merge) { merge<float>(c); }
 KERNEL(256, merge_double, Merge) { merge<double>(c); }
 
-// Provenance id of the larger of two terms.
+// Provenance id of the larger of two terms; SIZED: and its size.
+template <bool SIZED>
 struct Larger {
   int* out;
   const void* first;
   const int* mine;
   const void* second;
   const int* theirs;
+  void* size;  // null if not SIZED
   i64 constants[2];  // ids where mine or theirs is null
   i64 shift, unmasked, kinds[2], n, dims;
-  i64 shape[DIMS], step[5][DIMS];  // strides of out, first, mine, second, theirs
+  i64 shape[DIMS], step[5 + SIZED][DIMS];  // strides of out, first, mine, second, theirs, size
 };
 
-template <typename T>
-__device__ void larger(const Larger& c) {
+template <typename T, bool SIZED>
+__device__ void larger(const Larger<SIZED>& c) {
   for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
-    i64 at[5];
+    i64 at[5 + SIZED];
     find(c, i, at);
-    const auto size = sized(get<T>(c.first, c.kinds[0], at[1]));
+    auto size = sized(get<T>(c.first, c.kinds[0], at[1]));
     int id = c.mine ? c.mine[at[2]] : (int)c.constants[0];
     if (c.unmasked && !size) id = 0;
     const int other = c.theirs ? c.theirs[at[4]] : (int)c.constants[1];
-    if (other && sized(get<T>(c.second, c.kinds[1], at[3])) > size) id = other + (int)c.shift;
+    if (other) {
+      const auto theirs = sized(get<T>(c.second, c.kinds[1], at[3]));
+      if (theirs > size) {
+        id = other + (int)c.shift;
+        size = theirs;
+      }
+    }
     c.out[at[0]] = id;
+    if (SIZED) ((T*)c.size)[at[4 + SIZED]] = number(size);
   }
 }
-KERNEL(256, larger_float, Larger) { larger<float>(c); }
-KERNEL(256, larger_double, Larger) { larger<double>(c); }
+KERNEL(256, larger_float, Larger<false>) { larger<float>(c); }
+KERNEL(256, larger_double, Larger<false>) { larger<double>(c); }
+KERNEL(256, larger_sized_float, Larger<true>) { larger<float>(c); }
+KERNEL(256, larger_sized_double, Larger<true>) { larger<double>(c); }
+
+// Provenance ids, 0 where weight * x is 0 in float; for x and weight in float or half precision.
+struct Scaled {
+  int* out;
+  const void* x;
+  const void* weight;  // if null, the constant
+  const int* ids;      // if null, all are 1
+  i64 constant;        // the bits of a float
+  i64 kinds[2], n, dims;
+  i64 shape[DIMS], step[4][DIMS];  // strides of out, x, weight, ids
+};
+
+KERNEL(256, scaled_ids, Scaled) {
+  for (i64 i = (i64)blockIdx.x * 256 + threadIdx.x; i < c.n; i += (i64)gridDim.x * 256) {
+    i64 at[4];
+    find(c, i, at);
+    const float x = get<float>(c.x, c.kinds[0], at[1]);
+    const float weight =
+        c.weight ? get<float>(c.weight, c.kinds[1], at[2]) : __int_as_float((int)c.constant);
+    c.out[at[0]] = mul(x, weight) != 0 ? (c.ids ? c.ids[at[3]] : 1) : 0;
+  }
+}
 
 // Counts and sums by provenance id ------------------------------------------------------------
 

@@ -107,7 +107,8 @@ def _right(
     via_transpose = len(steps) == 2 and steps[0] == 1 != steps[1]  # PyTorch's condition
     out = product(x.mT, grad, edge, via_transpose, None if x.is_leaf and x.requires_grad else grad)
     spec = "mn,mk->kn" if grad.dim() == 2 else "bmn,bmk->bkn"
-    return out, (Contract(spec, x, tuple(grad.shape), tuple(out.shape)),)
+    map_ = Contract(spec, x, tuple(grad.shape), tuple(out.shape), via_transpose)
+    return out, (map_,)
 
 
 def euclidean_dist(node: Node, grad: Tensor, edges: Edges, product: Product) -> RuleResult:
