@@ -196,7 +196,7 @@ class Run:
             env=os.environ | SETTINGS | {"PATH": path},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=fresh.LONG,
         )
 
 

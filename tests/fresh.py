@@ -21,8 +21,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-LONG = 240
-"""Seconds that a process may take on a machine that has much else to do."""
+LONG = 240 * int(os.environ.get("GRADTRACE_PATIENCE", "1"))
+"""Seconds that a process may take on a machine that has much else to do; where the processor is
+emulated it takes several times as long (``GRADTRACE_PATIENCE=4``).
+"""
 
 _servers: list[subprocess.Popen[str]] = []
 

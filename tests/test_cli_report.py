@@ -300,7 +300,7 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, term: str, s
 
 def process(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gradtrace", *args]
-    return subprocess.run(command, text=True, stderr=subprocess.PIPE, timeout=100, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, text=True, stderr=subprocess.PIPE, timeout=fresh.LONG, **options)  # type: ignore[call-overload, no-any-return]
 
 
 def test_a_reader_that_has_gone() -> None:
@@ -330,7 +330,7 @@ def test_errors_that_cannot_be_told_have_their_exit_code(unbuffered: str) -> Non
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "gradtrace", "check", "none.py:loss"]
         env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-        done = subprocess.run(command, stderr=full, timeout=100, check=False, env=env)
+        done = subprocess.run(command, stderr=full, timeout=fresh.LONG, check=False, env=env)
     assert done.returncode == WRONG
 
 

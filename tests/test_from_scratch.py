@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ FILE = Path(__file__).parents[1] / "docs" / "from_scratch.py"
 def run(path: Path) -> subprocess.CompletedProcess[str]:
     """Without site-packages, so that only the standard library is there."""
     command = [sys.executable, "-I", "-S", "-W", "error", "-X", "utf8", str(path)]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=fresh.LONG)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import fresh
 import launch
 import pytest
 import torch
@@ -213,10 +214,6 @@ def test_a_result_does_not_depend_on_the_process(mine: Path) -> None:
 
 # Killed -------------------------------------------------------------------------------------------
 
-
-LONG = 300
-"""Seconds that processes may take on a machine that has much else to do."""
-
 HEARS = """
 import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
@@ -236,7 +233,7 @@ def started(*args: object, **env: str) -> subprocess.Popen[str]:
 
 
 def wait_for_rows(out: Path, rows: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + LONG
+    deadline = time.monotonic() + fresh.LONG
     while rows_in(out) < rows:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
@@ -265,7 +262,7 @@ def test_killed_in_the_middle_it_goes_on_to_the_same_table(
     wait_for_rows(out, 2, process)
     process.kill()  # -9
     process.wait()
-    deadline = time.monotonic() + LONG / 5
+    deadline = time.monotonic() + fresh.LONG / 4
     while alive(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     left = alive(process.pid)
@@ -291,7 +288,7 @@ def test_ctrl_c_stops_at_once_and_says_how_to_go_on(
     process = started(mine, "--quick", "--set", held, "--workers", workers, "--out", out)
     wait_for_rows(out, 1, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
-    _, told = process.communicate(timeout=LONG)
+    _, told = process.communicate(timeout=fresh.LONG)
     assert process.returncode == 130, told
     assert "Traceback" not in told
     assert "the same command goes on from there" in told.splitlines()[-1]
@@ -339,8 +336,8 @@ def test_rows_of_edited_code_are_measured_again(
     assert ("6 cells are measured again, as the code" in result.stderr) == again
     assert ("6 of 6 cells are there already" in result.stderr) != again
     assert rows_in(out) == (12 if again else 6)  # the old ones are kept
-    fresh = run(path, "--quick", "--out", tmp_path / "fresh")
-    assert fresh.exit_code == 0
+    anew = run(path, "--quick", "--out", tmp_path / "fresh")
+    assert anew.exit_code == 0
     assert table(out)["tables"] == table(tmp_path / "fresh")["tables"]
     assert (table(out)["tables"][0]["rows"] != before["tables"][0]["rows"]) == again
     path.write_text(text)  # as it was: so are its rows
@@ -526,7 +523,7 @@ def test_torchrun_gives_the_same_table(mine: Path, whole: Path, tmp_path: Path) 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, "-m", "gradtrace", "experiment", mine, "--quick"]
     done = subprocess.run(
-        [*command, "--out", tmp_path / "two"], capture_output=True, text=True, timeout=LONG
+        [*command, "--out", tmp_path / "two"], capture_output=True, text=True, timeout=fresh.LONG
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("6 sums") == 1
