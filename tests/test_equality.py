@@ -100,6 +100,7 @@ def test_definitions_take_the_place_of_all_kernels_and_leave_it() -> None:
 UNUSED = (
     *("contract_lines", "measure_many", "measure_rows", "normalise_at", "sparse_sum"),
     "has_zeros",  # of which there are none
+    "masked",  # where elements are looked at, as on the CPU
 )
 """Operations that this trace does without, or that tell nothing of it."""
 

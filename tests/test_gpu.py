@@ -154,6 +154,7 @@ def test_the_larger_of_two_terms() -> None:
     devices.duel("cuda")
 
 
+@on_a_gpu
 def test_ids_of_products_of_half_precision() -> None:
     devices.scaled("cuda")
     devices.underflows("cuda")

@@ -73,6 +73,7 @@ def _kind(kind: type[Map], names: frozenset[str]) -> type[Map]:
             self.spec,
             self.in_shape,
             self.views["weight"].shape,
+            self.crossed,
         )
     return type(kind.__name__, (kind,), {"__slots__": ("views",), **body})
 

@@ -487,7 +487,8 @@ def joined_rows(
             count += len(each.rows)
     width = max(extra.shape[1], *(table.shape[1] for table in tables))
     # memory that a GPU reads fast, and that PyTorch keeps for the next trace
-    whole = torch.empty(count, width, dtype=torch.int64, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    whole = torch.empty(count, width, dtype=torch.int64, device=HOST, pin_memory=pinned)
     words, at = whole.numpy().view(np.uint64), 0
     for table in tables:
         here = words[at : at + len(table)]
