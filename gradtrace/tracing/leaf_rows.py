@@ -280,14 +280,16 @@ def _sets(found: Sequence[RowCounts], groups: int) -> _Sets:
     rows, firsts = joined_rows(every, extra, device)
     extra = words_of([each.extra for each in every], 0, rows.shape[1])
     sizes = np.array([len(each.rows) for each in every], np.int64)
-    leaf = np.repeat(np.arange(len(found)), sizes)
-    number = np.arange(len(leaf)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    start, first, step = np.array([starts, firsts, sizes + 1], np.int64)[:, leaf]
-    facts = np.stack([start + number + 1, first + number, step, leaf])
-    begin, row, stride, whose = to_device(facts, device)
-    words = rows[row] | to_device(extra, device)[whose]
+    before = np.cumsum(sizes) - sizes
+    facts = np.array([sizes, starts - before + 1, firsts - before, sizes + 1], np.int64)
+    many, *others = to_device(facts, device)
+    leaves, total = torch.arange(len(found), device=device), int(sizes.sum())
+    whose = torch.repeat_interleave(leaves, many, output_size=total)
+    begin, first, stride = (each[whose] for each in others)
+    number = torch.arange(total, device=device)
+    words = rows[first + number] | to_device(extra, device)[whose]
     group = torch.arange(groups, device=device)
-    place = begin.unsqueeze(1) + stride.unsqueeze(1) * group
+    place = (begin + number).unsqueeze(1) + stride.unsqueeze(1) * group
     numbers = torch.stack([counts[place].double(), sums[place]], 1)
     there = (words[:, 0] & 1 != 0).reshape(-1, 1, 1)
     return _Sets(words, whose, torch.where(there, numbers, 0.0))
