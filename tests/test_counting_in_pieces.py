@@ -62,24 +62,30 @@ class Branched(nn.Module):
         return x @ self.first.weight.T if self.tied else x
 
 
-def traced(tied: bool, dtype: torch.dtype) -> Trace:
+def traced(tied: bool, dtype: torch.dtype, rule: str = "greedy") -> Trace:
     torch.manual_seed(0)
     model = Branched(tied).to(dtype)
     with gradtrace.watch(model) as watch:
         loss = model(torch.randn(7, 12, dtype=dtype)).float().square().mean()
-    return watch.trace(loss)
+    return watch.trace(loss, rule=rule)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("piece", [7, 64])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
 def test_tables_are_the_same(
-    tied: bool, deferred: bool, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rule: str,
+    tied: bool,
+    deferred: bool,
+    piece: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if deferred:  # then gradients lie as products give them, and not as weights do
         monkeypatch.setattr(gradients, "DEFER_MIN_ELEMENTS", 1)
-    trace = traced(tied, dtype)
+    trace = traced(tied, dtype, rule)
     assert any(isinstance(leaf.given, LazyGradient) for leaf in trace.program.leaves) is deferred
     whole = trace.influence()
     monkeypatch.setattr(tuning, "PIECE_ELEMENTS", piece)

@@ -18,7 +18,7 @@ from gradtrace.semirings.base import shifted
 from gradtrace.tracing.edge_rule import Edge
 from gradtrace.tracing.greedy_rule import Greedy, alike
 from gradtrace.tracing.provenance import compact
-from gradtrace.tracing.traced_value import TracedValue, own
+from gradtrace.tracing.traced_value import PendingContribution, TracedValue, own
 
 _RESCALING = Rescaling(MAX)
 
@@ -47,11 +47,17 @@ class Viterbi:
         self, map_: Map, state: TracedValue, form: Form, known: Tensor | None = None
     ) -> TracedValue:
         """The largest |contribution|, and its provenance."""
+        if state.lazy:  # of a leaf: its last steps are moves
+            part = state.parts[0]
+            return state._replace(parts=(part._replace(moves=(*part.moves, map_)),))
         x, ids = state.value, state.ids
         assert x is not None
         if form.encoding is Encoding.MOVED:
             moved = None if ids is None else map_.apply(ids)
             return state._replace(value=map_.apply(x), ids=moved)
+        if form.encoding is Encoding.LAZY and ids is not None:  # nobody compares a leaf's value
+            part = PendingContribution(map_, x, (), ids)
+            return TracedValue(None, state.exponent, None, state.provenance, (part,))
         if ids is None:
             value = map_.apply_in((x,), MAX)[0]
         elif form.encoding is Encoding.UNIFORM:

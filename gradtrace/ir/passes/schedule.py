@@ -21,7 +21,7 @@ from gradtrace.ir.passes.provenance import (
     ProvenanceBounds,
     analyse_provenance,
 )
-from gradtrace.ir.passes.tails import find_tails
+from gradtrace.ir.passes.tails import find_lone_tails, find_tails
 from gradtrace.ir.plan import (
     AddBits,
     AddSlices,
@@ -90,6 +90,7 @@ class Schedule:
             self.tails, self.ends = find_tails(program) - self.partial, self.leaves
             known = {leaf.value for leaf in program.leaves if leaf.known is not None}
             self.known = known | program.kept.keys()
+        self.put_off = find_lone_tails(program) if self.rule == "viterbi" else self.tails
         bounds = request.bounds or analyse_provenance(program, self.components)
         self.must, self.may = bounds
         self.single, self.sized = NO_SIZES, set[int]()
@@ -154,7 +155,7 @@ class Schedule:
         if len(terms) == 1:
             value = terms[0][1]
             kept = self.last[value] != self.number or value in self.keep
-            form = self._form(step, terms[0], step[0] in self.tails)
+            form = self._form(step, terms[0], step[0] in self.tails, step[0] in self.put_off)
             if self.sized:
                 form = self._with_size(form, self._size(step))
             if self.maps[terms[0][0]].across_ranks:
@@ -219,8 +220,10 @@ class Schedule:
             return self._shared(encoding, step.dtype, tail, end, partial, Sizing.FRESH)
         return self._shared(encoding, step.dtype, tail, end, partial)
 
-    def _form(self, step: Step, term: Term, tail: bool = False) -> Form:
-        """The form of one term; ``tail``: the only one of a step in the tail of a leaf."""
+    def _form(self, step: Step, term: Term, tail: bool = False, put_off: bool = False) -> Form:
+        """The form of one term; ``tail``: the only one of a step in the tail of a leaf;
+        ``put_off``: its provenance may be found when the leaf is counted.
+        """
         map_, value, dtype = self.maps[term[0]], term[1], step[3]
         if value in self.partial:
             return self._shared(Encoding.PARTIAL, dtype)
@@ -233,7 +236,7 @@ class Schedule:
         encoding = Encoding.DENSE
         if tail and step.out not in self.known and isinstance(map_, Scatter) and map_.sparse:
             encoding = Encoding.SPARSE
-        elif tail and self._is_lazy(map_):
+        elif put_off and self._is_lazy(map_):
             encoding = Encoding.LAZY
         return self._shared(encoding, dtype, tail)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from gradtrace.ir.program import Program
 
 
@@ -21,4 +23,16 @@ def find_tails(program: Program) -> set[int]:
                     found.add(value)
             elif value in found and value not in ends:
                 found.remove(value)  # it has another user
+    return found
+
+
+def find_lone_tails(program: Program) -> set[int]:
+    """Of the tails, those that are moved to their leaf and added to nothing, nor used otherwise."""
+    users = Counter(value for step in program.steps() for _, value in step.terms)
+    found = {leaf.value for leaf in program.leaves if not users[leaf.value]}
+    for out, terms, _, _ in reversed(program.steps()):
+        at, value = terms[0]
+        moved = out in found and len(terms) == 1 and program.maps[at].is_gather
+        if moved and users[value] == 1:
+            found.add(value)
     return found
