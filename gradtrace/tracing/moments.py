@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from functools import partial
 from hashlib import sha256
-from math import frexp, inf, nan, sqrt
+from math import frexp, inf, isfinite, nan, sqrt
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -332,7 +332,7 @@ def variances(parts: Sequence[Floats]) -> list[Callable[[], SamplingVariance]]:
 
 
 def _rounded(x: float) -> Fraction:
-    return Fraction(float(f"{x:.7g}")) if np.isfinite(x) else Fraction(0)
+    return Fraction(float(f"{x:.7g}")) if isfinite(x) else Fraction(0)
 
 
 def unit_of(gradient: Tensor) -> float:
