@@ -112,6 +112,7 @@ def become(job: dict[str, Any]) -> None:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["env"])
+    renew_threads()
     action, *words = _options(job["words"])
     for each in (os.environ.get("PYTHONWARNINGS", ""), action):
         if each:
@@ -127,6 +128,15 @@ def become(job: dict[str, Any]) -> None:
     sys.argv[0] = "-c"
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(what, "<string>", "exec"), main.__dict__)
+
+
+def renew_threads() -> None:
+    """Replace PyTorch's pool of threads, which a fork breaks, while there is one thread: where two
+    threads of the autograd engine did it at once, the process was ended ("Invalid thread pool!").
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _options(words: list[str]) -> list[str]:

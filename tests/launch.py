@@ -95,6 +95,7 @@ def copied(module: Any, names: str, rank: int, world: int, port: int, folder: Pa
         file = os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
         os.close(file)
+    fresh.renew_threads()
     module.main(names, rank, world, port, folder)
     sys.exit(0)
 
