@@ -168,7 +168,10 @@ def _traced_leaves(
     if traced.pairs == 1:
         for found in execute(facts.plan(program, rule, storage), program.constants, backend):
             if rule == "viterbi":
-                yield found, nearby(found.leaf.gradient(), backend.device)
+                gradient = nearby(found.leaf.gradient(), backend.device)
+                if found.state.lazy:  # only its ids are to be found
+                    found = found._replace(state=found.state._replace(value=gradient))
+                yield found, gradient
             else:
                 yield with_gradient(found, backend)
         return

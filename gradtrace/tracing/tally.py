@@ -164,8 +164,7 @@ class Tally:
         if pieces is not None:
             leaf.found = _count_pieces(state, pieces, pair, self.backend)
         else:
-            known = state._replace(value=gradient)  # only the ids are to be computed
-            self._add_dense(leaf, materialise(known, self.backend), gradient, pair)
+            self._add_dense(leaf, materialise(state, self.backend), gradient, pair)
 
     def _add_uniform(
         self, leaf: LeafCounts, state: TracedValue, gradient: Tensor, pair: int
