@@ -61,12 +61,17 @@ def _taken(device: torch.device, stream: torch.cuda.Stream) -> list[Tensor]:
     return [each for each in found if each is not None]
 
 
+END_ALLOCATION = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+"""The function of PyTorch that ends a pool's allocations, by its name today and in torch 2.6."""
+
+
 def _end(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
     try:
         graph.capture_end()
     except RuntimeError as error:  # a call that cannot be captured has ended it
         pool: Any = graph.pool()
-        torch._C._cuda_endAllocateToPool(device.index, pool)
+        ends = (getattr(torch._C, name) for name in END_ALLOCATION if hasattr(torch._C, name))
+        next(ends)(device.index, pool)
         raise NotCapturable(_of_the_gpu(error)) from error
 
 

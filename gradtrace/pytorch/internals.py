@@ -55,7 +55,6 @@ NAMES = {
     "_C._functorch.get_unwrapped": "noticing torch.vmap",
     "_C._dispatch_get_all_op_names": "the list of operators",
     "_C._set_cudnn_allow_tf32": "products in full float32",
-    "_C._cuda_endAllocateToPool": "influence by a CUDA graph",
     "_foreach_abs": "mass: weights of all layers lifted at once",
     "_foreach_copy_": "influence by a CUDA graph",
     "_foreach_mul": "mass: values of all layers rescaled at once",
