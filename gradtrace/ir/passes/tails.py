@@ -31,8 +31,8 @@ def find_lone_tails(program: Program) -> set[int]:
     users = Counter(value for step in program.steps() for _, value in step.terms)
     found = {leaf.value for leaf in program.leaves if not users[leaf.value]}
     for out, terms, _, _ in reversed(program.steps()):
-        at, value = terms[0]
-        moved = out in found and len(terms) == 1 and program.maps[at].is_gather
-        if moved and users[value] == 1:
-            found.add(value)
+        if out in found and len(terms) == 1:
+            at, value = terms[0]
+            if program.maps[at].is_gather and users[value] == 1:
+                found.add(value)
     return found
