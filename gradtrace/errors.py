@@ -5,14 +5,44 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
-from gradtrace.printable import printable
-
 WITHIN = (os.path.dirname(__file__) + os.sep, contextlib.__file__)
 """The files that a warning does not name: those of gradtrace, and what its decorators run in."""
+
+
+HIDDEN = ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
+"""Unicode categories that are shown as escapes: C0 and C1 controls, format characters (bidi marks
+among them), lone surrogates, unassigned code points, line and paragraph separators."""
+
+
+def printable(text: object) -> str:
+    r"""The text with control and format characters (categories ``HIDDEN``) as escapes.
+
+    >>> print(printable("a\x1b]0;title\x07b\u202ec\n"))
+    a\x1b]0;title\x07b\u202ec\n
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(
+        char.encode("unicode_escape").decode() if unicodedata.category(char) in HIDDEN else char
+        for char in text
+    )
+
+
+def listed(names: Iterable[str], most: int = 3, between: str = ", ") -> str:
+    """The first ``most`` names, and how many more there are.
+
+    >>> listed("abcd"), listed("ab"), listed("abc", 2, "; ")
+    ('a, b, c and 1 more', 'a, b', 'a; b and 1 more')
+    """
+    names = [*names]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
 
 
 def did_you_mean(
@@ -121,6 +151,10 @@ class IncompatibleTorch(GradtraceError, ImportError):
 
 class OutOfRange(GradtraceError):
     """A value is too large or too small for a float."""
+
+
+class BadFile(GradtraceError):
+    """A file that cannot be read or written: missing, torn, of another kind, no space left."""
 
 
 class RankFailed(GradtraceError):

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 import gradtrace as gt
 from gradtrace.cli import printing
 from gradtrace.cli.app import app
-from gradtrace.errors import GradtraceError, UnknownName, caution
+from gradtrace.errors import HIDDEN, GradtraceError, UnknownName, caution, printable
 from gradtrace.io import container
-from gradtrace.printable import HIDDEN, printable
 from gradtrace.runs.history import StepRecord
 from gradtrace.runs.writer import Writer
 from gradtrace.training.loggers import Loggers

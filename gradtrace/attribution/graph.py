@@ -17,11 +17,10 @@ from gradtrace.attribution.graph_data import (
     Sizes,
 )
 from gradtrace.attribution.graph_export import FORMATS
-from gradtrace.errors import UnknownName, not_one_of
+from gradtrace.errors import UnknownName, not_one_of, printable
 from gradtrace.io import validation as valid
 from gradtrace.io.atomic_files import naming, put, replacing
 from gradtrace.io.table import Summarised, TextColumn, TextTable
-from gradtrace.printable import printable
 
 FORMAT, VERSION = "gradtrace.attribution_graph", 1
 

@@ -16,13 +16,12 @@ from gradtrace.attribution.token_scores import Recording, TokenScore, token_rows
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
 from gradtrace.components.module_parts import ProgramPlaces
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, printable
 from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program
 from gradtrace.linops import transposed
 from gradtrace.paths.paths import Paths
-from gradtrace.printable import printable
 from gradtrace.trace import Trace
 
 MEANINGS = {

@@ -22,8 +22,7 @@ from gradtrace.autodiff.nodes import (
     name_of,
     refuse_no_tensors,
 )
-from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.printable import listed
+from gradtrace.errors import GradtraceError, Unsupported, listed
 
 _OWN_HANDLES = [0]
 """How many handles gradtrace took itself; they are not gradient hooks of the user."""

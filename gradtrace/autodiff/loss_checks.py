@@ -22,8 +22,7 @@ from gradtrace.autodiff.names import NO_MODULE, OUTSIDE, ModuleCall, NameTable
 from gradtrace.autodiff.nodes import ACCUMULATE, Node, edges_of, root_of, sequence_of
 from gradtrace.autodiff.pass_scope import own_work
 from gradtrace.autodiff.traversal import pending
-from gradtrace.errors import NoGraph, TooLarge, Unsupported
-from gradtrace.printable import listed
+from gradtrace.errors import NoGraph, TooLarge, Unsupported, listed
 from gradtrace.pytorch import memory_limits
 from gradtrace.pytorch.dtensor import is_dtensor
 from gradtrace.pytorch.fsdp import STATES, all_gathered, freed_leaf

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from gradtrace.autodiff.names import NameTable, enclosing, first_number
-from gradtrace.printable import listed
+from gradtrace.errors import listed
 from gradtrace.pytorch.wrapped_modules import within
 
 Names: TypeAlias = Collection[str]

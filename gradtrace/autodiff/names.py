@@ -34,8 +34,7 @@ from gradtrace.autodiff.nodes import (
     sequence_of,
 )
 from gradtrace.autodiff.traversal import pending
-from gradtrace.errors import GradtraceError, UnknownName, Unsupported, did_you_mean
-from gradtrace.printable import printable
+from gradtrace.errors import GradtraceError, UnknownName, Unsupported, did_you_mean, printable
 from gradtrace.pytorch.fsdp import ShardedModel
 
 

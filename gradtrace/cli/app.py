@@ -18,8 +18,7 @@ from typer.core import TyperGroup
 import gradtrace
 from gradtrace.cli.codes import BUG, INTERRUPTED, MEANING, UNREAD, WRONG
 from gradtrace.cli.printing import say
-from gradtrace.errors import GradtraceError, reason_of
-from gradtrace.printable import printable
+from gradtrace.errors import GradtraceError, printable, reason_of
 
 DEBUG = "--debug"
 ORDER = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gradtrace.printable import printable
+from gradtrace.errors import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,9 +10,9 @@ from html import escape
 from textwrap import wrap
 from typing import Any
 
+from gradtrace.errors import listed as listed_first
+from gradtrace.errors import printable
 from gradtrace.io.strict_json import json_value
-from gradtrace.printable import listed as listed_first
-from gradtrace.printable import printable
 
 SEVERITIES = ("error", "warning", "note")
 """From the worst. Errors and warnings are findings; notes say what is unusual and may be meant."""

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any, NamedTuple
 
-from gradtrace.errors import UnknownName
+from gradtrace.errors import UnknownName, printable
 from gradtrace.io import schemas
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.io.validation import check_read
-from gradtrace.printable import printable
 
 
 class Level(NamedTuple):

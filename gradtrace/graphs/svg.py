@@ -14,6 +14,7 @@ from math import copysign
 from operator import itemgetter
 from typing import NamedTuple
 
+from gradtrace.errors import listed, printable
 from gradtrace.graphs.layout import Box, GraphLayout, Link, Point, layered, spaced
 from gradtrace.graphs.operators import Edge, Operator
 from gradtrace.graphs.tuning import (
@@ -25,7 +26,6 @@ from gradtrace.graphs.tuning import (
     TOOLTIP_MAX_ARGUMENTS,
     TOOLTIP_MAX_CHARS,
 )
-from gradtrace.printable import listed, printable
 
 STYLE = """
 .gradtrace-graph{font-family:ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}

@@ -19,7 +19,7 @@ from importlib import import_module
 from math import floor, isfinite, isnan, log10, nan
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, needs
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, needs, printable
 from gradtrace.io import plotting
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.tuning import (
@@ -29,7 +29,6 @@ from gradtrace.io.tuning import (
     ROUND_COUNTS_FROM,
     TOOLTIP_WIDTH,
 )
-from gradtrace.printable import printable
 
 RULE = "border-bottom:1px solid rgba(128,128,128,.35)"
 CELL = "padding:.2em .8em;background:transparent"

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from gradtrace.autodiff.names import enclosing, unused
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, listed, printable
 from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
-from gradtrace.printable import listed, printable
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.types import unravel
 

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, check_mergeable
+from gradtrace.errors import GradtraceError, check_mergeable, listed, printable
 from gradtrace.io import schemas
 from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable, known
 from gradtrace.io.validation import check_read
 from gradtrace.measures.through import ThroughSource
-from gradtrace.printable import listed, printable
 from gradtrace.tracing.moments import NOTHING, Moments, loss_count
 
 AGAINST = -0.2

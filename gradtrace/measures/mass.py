@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, ComponentSelection, impossible
-from gradtrace.errors import GradtraceError, NonFinite, check_mergeable
+from gradtrace.errors import GradtraceError, NonFinite, check_mergeable, listed, printable
 from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable, known
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries
@@ -37,7 +37,6 @@ from gradtrace.paths.path_mass import (
     path_masses,
     run_ahead,
 )
-from gradtrace.printable import listed, printable
 from gradtrace.semirings import Abs, Semiring
 from gradtrace.semirings.additive import LiftedAbs, LogAbs
 from gradtrace.tracing.counting import chosen_components

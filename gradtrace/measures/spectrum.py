@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import GradtraceError, UnknownName, printable
 from gradtrace.io.table import RowSequence, Summarised, TextColumn, TextTable, known
 from gradtrace.ir import memory
 from gradtrace.ir.interpreter import is_move, value_of
@@ -27,7 +27,6 @@ from gradtrace.linops import column_sums, transposed
 from gradtrace.measures.mass import LOGARITHMS_FROM, checked_power
 from gradtrace.paths.masked_weights import finitely
 from gradtrace.paths.path_mass import SumLayout, leaf_tails
-from gradtrace.printable import printable
 from gradtrace.semirings import SUM, Abs, Semiring
 from gradtrace.tracing.moments import as_float, in_units
 from gradtrace.tracing.traced_program import TracedProgram

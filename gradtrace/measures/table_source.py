@@ -10,10 +10,9 @@ from weakref import ref
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, listed
 from gradtrace.measures.agreement import PATH_RULES, warning_of
 from gradtrace.measures.measures import Measures
-from gradtrace.printable import listed
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.counting import Leaves, chosen_components, counted, selected
 from gradtrace.tracing.coverage import Coverage

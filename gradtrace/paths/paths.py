@@ -13,6 +13,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
+from gradtrace.errors import printable
 from gradtrace.io.table import Summarised, Tabular, TextColumn, TextTable, known
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program
@@ -20,7 +21,6 @@ from gradtrace.linops.indexing import repeated
 from gradtrace.paths.path_forest import PathForest, PathProvenance, SliceBits
 from gradtrace.paths.path_search import PathEdge, PathFollower
 from gradtrace.paths.tensor_paths import TensorEdge
-from gradtrace.printable import printable
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.random_state import seeded
 from gradtrace.types import Shape, unravel

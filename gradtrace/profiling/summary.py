@@ -10,9 +10,9 @@ from math import isfinite, nan
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from gradtrace.errors import printable
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.table import IGNORE, Summarised, TextColumn, TextTable
-from gradtrace.printable import printable
 from gradtrace.profiling import resource_meters as meters
 from gradtrace.profiling import tuning
 from gradtrace.profiling.resource_meters import MeterKind, MeterSeries

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gradtrace.autodiff.names import enclosing
-from gradtrace.printable import listed
+from gradtrace.errors import listed
 from gradtrace.report.model import Diagnosis, Finding
 
 SEVERITIES = ("error", "warning", "note")

@@ -15,9 +15,8 @@ from importlib import resources
 import numpy as np
 import torch
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, printable
 from gradtrace.io import container
-from gradtrace.printable import printable
 from gradtrace.report.encode import contained, lettered
 from gradtrace.report.model import (
     UNFOLLOWED,

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradtrace.errors import GradtraceError, NoGraph, Unsupported
+from gradtrace.errors import GradtraceError, NoGraph, Unsupported, printable
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.table import Summarised, TextColumn, TextTable
-from gradtrace.printable import printable
 from gradtrace.pytorch.wrapped_modules import named_parameters, refuse_lazy
 from gradtrace.tools import tuning
 from gradtrace.tools.loss_evaluator import LossEvaluator, LossFn, evaluating

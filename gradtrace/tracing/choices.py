@@ -10,11 +10,10 @@ from itertools import count
 from math import isfinite, log2, nan
 from typing import Any
 
-from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean
+from gradtrace.errors import GradtraceError, UnknownName, check_mergeable, did_you_mean, printable
 from gradtrace.io import plotting, schemas
 from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable, known
 from gradtrace.io.validation import check_read
-from gradtrace.printable import printable
 from gradtrace.tracing.moments import NOTHING, Moments, loss_count
 
 MEASURES = ("paths", "gradient", "mass")

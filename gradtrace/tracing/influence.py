@@ -13,13 +13,14 @@ from gradtrace.errors import (
     GradtraceError,
     UnknownName,
     check_mergeable,
+    listed,
     not_one_of,
+    printable,
 )
 from gradtrace.io import schemas
 from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable
 from gradtrace.io.validation import check_read
 from gradtrace.kernels.operands import GroupSums
-from gradtrace.printable import listed, printable
 from gradtrace.tracing.choices import Choices, regrouped
 from gradtrace.tracing.coverage import Coverage, combined
 from gradtrace.tracing.moments import NOTHING, KnownVariance, loss_count

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, printable
 from gradtrace.io import container, schemas
 from gradtrace.io.strict_json import json_value
 from gradtrace.io.validation import unfit
-from gradtrace.printable import printable
 from gradtrace.pytorch.random_state import RandomState
 from gradtrace.training.forward_keeper import Call
 from gradtrace.training.nested_files import decoded, encoded, missing_in, storable

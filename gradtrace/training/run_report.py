@@ -9,10 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from gradtrace.errors import GradtraceError, caution, reason_of
+from gradtrace.errors import GradtraceError, caution, printable, reason_of
 from gradtrace.io import container, schemas
 from gradtrace.io.validation import unfit
-from gradtrace.printable import printable
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.report import View, loaded, report, saved, write
 from gradtrace.report.trace_view import is_large

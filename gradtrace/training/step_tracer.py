@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.components.components import Components
-from gradtrace.errors import GradtraceError, NonFinite, caution, reason_of
+from gradtrace.errors import GradtraceError, NonFinite, caution, listed, reason_of
 from gradtrace.measures.conflicts import MOST_COLUMNS
-from gradtrace.printable import listed
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped

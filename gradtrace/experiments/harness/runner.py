@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradtrace.distributed.process_group import ProcessGroup
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, printable
 from gradtrace.experiments.harness import machine, pools, published_rows, results
 from gradtrace.experiments.harness.code import code
 from gradtrace.experiments.harness.findings import Cell, Plot, Row
@@ -25,7 +25,6 @@ from gradtrace.experiments.harness.journal import Journal, key
 from gradtrace.experiments.harness.loading import ExperimentSource, about, load
 from gradtrace.experiments.harness.work import Failed, TaskSpec
 from gradtrace.io import atomic_files
-from gradtrace.printable import printable
 
 PACKAGES = ("numpy",)
 PATIENCE = 3
