@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
-from gradtrace.cli.stdout import stdout_is_stderr
 from gradtrace.errors import GradtraceError, did_you_mean
+from gradtrace.io.stdout import stdout_is_stderr
 from gradtrace.tools import user_script
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from gradtrace.cli.stdout import stdout_is_stderr
 from gradtrace.distributed import tuning
 from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.errors import GradtraceError, RankFailed, caution, reason_of
+from gradtrace.io.stdout import stdout_is_stderr
 
 
 def chosen(group: Any) -> Any:
