@@ -1,0 +1,60 @@
+"""What a forward pass changes beside its graph: buffers, random numbers, modes of modules."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+State = dict[str, Any]
+
+
+def state_of(model: nn.Module) -> State:
+    """A copy of a model's buffers, and of the states of the random generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "buffers": {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+
+
+def set_state(model: nn.Module, state: State) -> None:
+    """Put them back; graphs that hold buffers remain valid, as no version counter moves."""
+    for name, buffer in model.named_buffers():
+        if name in state["buffers"] and buffer.shape == state["buffers"][name].shape:
+            buffer.data.copy_(state["buffers"][name])
+    torch.set_rng_state(state["torch"].cpu())
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
+    random.setstate(_tuples(state["python"]))
+    np.random.set_state(tuple(state["numpy"]))
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers and random numbers are as before. What else a forward pass changes, as
+    lists and attributes of Python, stays changed.
+
+    >>> with undisturbed(nn.Dropout()):
+    ...     a = torch.rand(1)
+    >>> bool(a == torch.rand(1))
+    True
+    """
+    state = state_of(model)
+    try:
+        yield
+    finally:
+        set_state(model, state)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, at any depth: Python's generator takes no lists, files give no tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
