@@ -16,7 +16,7 @@ State = dict[str, Any]
 
 def state_of(model: nn.Module) -> State:
     """A copy of a model's buffers, and of the states of the random generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "buffers": {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
         "torch": torch.get_rng_state(),
