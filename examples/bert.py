@@ -11,7 +11,7 @@ from stage import Loss, show, traced, trained
 from torch import Tensor, nn
 
 from gradtrace.io.table import TextColumn, TextTable
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 WORDS, LENGTH, MASK = 12, 8, 1
 TABLES = {"words": "word_embeddings", "positions": "position_embeddings"}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.io.table import TextColumn, TextTable
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 WORDS, WIDTH, HEADS, LAYERS, HALF = 16, 32, 4, 2, 8
 POSITIONS = "transformer.wpe.weight"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.paths.paths import Path
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 KEYS, NOISE, STEPS, WIDTH = 4, 4, 8, 16
 GATES = ("input", "forget", "candidate", "output")

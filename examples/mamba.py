@@ -10,7 +10,7 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 from gradtrace.io.table import TextColumn, TextTable
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.influence import Influence
 
 WORDS, LENGTH, LAYERS = 8, 10, 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.io.table import TextColumn, TextTable
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 PIXELS, BLOCKS = 16, 4
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.io.table import TextColumn, TextTable
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 SIDE, PATCH, PLACE = 4, 5, 6
 """Patches in a row, pixels in a row of a patch, the patch that is looked at."""

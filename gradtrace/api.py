@@ -13,7 +13,7 @@ from gradtrace.paths.paths import Paths
 from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.session import Session
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 def graph(loss: Tensor, *, names: Mapping[str, Tensor] | None = None) -> Graph:

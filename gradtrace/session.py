@@ -37,7 +37,7 @@ from gradtrace.pytorch.fsdp import ShardedModel
 from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.recording.replay import recorded
 from gradtrace.semirings import SUM, Semiring
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.types import RULES
 
 T = TypeVar("T")

@@ -55,7 +55,7 @@ from gradtrace.pytorch.wrapped_modules import (
     user_class,
 )
 from gradtrace.session import Session
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 W = TypeVar("W", bound="watch")
 

@@ -15,7 +15,7 @@ from gradtrace import semirings as S
 from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program
 from gradtrace.paths.paths import Path
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 K = 4
 

@@ -48,7 +48,7 @@ from gradtrace.kernels import Reference
 from gradtrace.kernels.operands import LargestEntry, LineLayout, LowRankLines
 from gradtrace.linops import Normaliser
 from gradtrace.semirings import MAX
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 DEVICE = torch.device(os.environ.get("GRADTRACE_DEVICE", "cpu"))
 SPARSE = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}

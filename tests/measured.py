@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import gradtrace as gt
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 POWERS = (1, 8, 20)
 

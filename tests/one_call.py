@@ -9,7 +9,7 @@ import torch
 
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.plan import NO_LIMIT, Storage
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.counting import _traced_leaves, chosen_components
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.plan_run import KeptTable, leaf_counts

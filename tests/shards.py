@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch.fsdp import Unit
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 CASES = {
     2: [

@@ -17,7 +17,7 @@ from gradtrace.ir import interpreter
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS
 from gradtrace.paths.paths import Paths
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 RULES = ("greedy", "edge", "viterbi")
 

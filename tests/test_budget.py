@@ -11,7 +11,7 @@ from torch import nn
 import gradtrace as gt
 from gradtrace.distributed.rank_exchange import RankExchange
 from gradtrace.runs.step_results import StepResult
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.training import tuning
 from gradtrace.training.monitor import Monitor
 from gradtrace.training.overhead_budget import Budget

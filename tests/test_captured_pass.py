@@ -24,7 +24,7 @@ from gradtrace.benchmarks import cases
 from gradtrace.ir.static_operands import StaticOperands
 from gradtrace.kernels import tuning
 from gradtrace.kernels.capture import NotCapturable
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing import counting, executor, provenance, traced_value
 from gradtrace.tracing.captured_pass import CapturedPass
 from gradtrace.tracing.influence import Influence

@@ -22,7 +22,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.io import container, schemas
 from gradtrace.report import encode
 from gradtrace.report import forks as report_forks
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.influence import Influence, Moments, Row
 

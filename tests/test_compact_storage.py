@@ -19,7 +19,7 @@ from gradtrace.ir import memory
 from gradtrace.ir.plan import Join
 from gradtrace.kernels import Cuda, Reference, backend_of, cuda_launch, cuda_tiling, tuning
 from gradtrace.linops import Contract, Identity
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing import compact_storage, executor
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
 from gradtrace.tracing.executor import Executor

@@ -17,7 +17,7 @@ from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.kernels import tuning
 from gradtrace.linops import Contract
 from gradtrace.recording import gradients
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.traced_value import PendingContribution
 
 SPECS = {

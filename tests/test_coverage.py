@@ -17,7 +17,7 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.measures.agreement import PATH_RULES, same_paths
 from gradtrace.paths.paths import LazyPaths, Path
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.coverage import Coverage, of_paths, percent
 from gradtrace.tracing.followed import ends_of, follow_sample
 

@@ -35,7 +35,7 @@ from gradtrace.measures import leaf_products
 from gradtrace.measures.decomposition import Decomposition
 from gradtrace.measures.through import ThroughSweep
 from gradtrace.pytorch.wrapped_modules import within
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 # Against all paths -------------------------------------------------------------------------------
 

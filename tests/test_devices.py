@@ -35,7 +35,7 @@ from gradtrace.paths.paths import Path
 from gradtrace.pytorch.dtensor import LocalParts
 from gradtrace.recording import devices, record
 from gradtrace.semirings import ENTROPY, MAX, Semiring
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 CPU = torch.device("cpu")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -93,7 +93,7 @@ def test_what_users_call_is_among_them() -> None:
         f"gradtrace.watch.{name}" for name in ("trace", "diagnose", "conflicts", "attribute")
     }
     measures = ("path", "paths", "influence", "choices", "decompose", "mass", "agreement", "report")
-    methods |= {f"gradtrace.trace.Trace.{name}" for name in measures}
+    methods |= {f"gradtrace.traced.Trace.{name}" for name in measures}
     listed = {name for page in PAGES for name, _ in described(page)}
     assert {f"gradtrace.{name}" for name in made - {"SUM"}} | methods <= listed
 

@@ -24,7 +24,7 @@ from gradtrace.ir.plan import Storage
 from gradtrace.measures.agreement import PATH_RULES
 from gradtrace.paths.paths import path_provenance
 from gradtrace.recording import gradients
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 GRAPHS, EACH = few(100, 2000), 50
 

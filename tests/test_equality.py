@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace import kernels
 from gradtrace.kernels import Backend
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 SAMPLE = ("gpt2", "resnet", "mamba2"), 24
 """How many are tried where no device is named: these architectures, and so many operators."""

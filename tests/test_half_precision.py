@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradtrace
 from gradtrace.benchmarks.cases import llama
 from gradtrace.ir import interpreter
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 HALVES = (torch.bfloat16, torch.float16)
 SIZES = {

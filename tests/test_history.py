@@ -28,7 +28,7 @@ from gradtrace.report.tuning import MAX_SHARES
 from gradtrace.runs import history
 from gradtrace.runs.history import Norms, StepRecord
 from gradtrace.runs.writer import Writer
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.influence import Influence, Moments, Row
 from gradtrace.training import run_report
 from gradtrace.training.step_tracer import StepTracer

@@ -15,7 +15,7 @@ import gradtrace as gt
 from gradtrace.components.components import Component
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.pytorch.wrapped_modules import within
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.influence import Influence, Moments, Row
 
 RULES = pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])

@@ -28,7 +28,7 @@ from gradtrace.paths.paths import Path
 from gradtrace.report.encode import contained, read
 from gradtrace.report.model import View, revived
 from gradtrace.report.saving import Saved
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.influence import Influence, Row
 from gradtrace.tracing.moments import Moments

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans, PlanCache
 
 RULES = ("greedy", "edge", "viterbi")

@@ -17,7 +17,7 @@ from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.ir.program import MapTable
 from gradtrace.recording import gradients
 from gradtrace.recording.gradients import GradientCache
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.traced_value import TracedValue
 

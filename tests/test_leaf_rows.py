@@ -17,7 +17,7 @@ from gradtrace.ir.passes.leaf_rows import keep_rows
 from gradtrace.ir.program import Leaf, ProgramFacts, structure_of
 from gradtrace.linops import Contract
 from gradtrace.semirings import SUM
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing import leaf_rows
 from gradtrace.tracing.influence import Influence
 

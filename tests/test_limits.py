@@ -248,7 +248,7 @@ def test_memory_that_runs_out_anywhere_is_told(error: Exception, monkeypatch: An
     def full(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["gradtrace.trace"], "flow_of", full)
+    monkeypatch.setattr(sys.modules["gradtrace.traced"], "flow_of", full)
     monkeypatch.setattr(PathFollower, "follow", full)
     monkeypatch.setattr(interpreter, "run", full)
     for ask in (

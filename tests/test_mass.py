@@ -24,7 +24,7 @@ from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program
 from gradtrace.measures.mass import Mass, gradient_size
 from gradtrace.semirings import Abs
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 GRAPHS, EACH = few(120, 2000), 40
 POWERS = (1.0, 2.0, 8.0)

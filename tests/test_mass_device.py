@@ -28,7 +28,7 @@ from gradtrace.measures.spectrum import spectrum_of
 from gradtrace.paths.path_mass import SumLayout
 from gradtrace.semirings import ABS, Abs
 from gradtrace.semirings.additive import LiftedAbs
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.measures import mass
 from gradtrace.semirings.additive import LogAbs
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 class Rivals(nn.Module):

@@ -18,7 +18,7 @@ from gradtrace.ir.memory import ID_BYTES
 from gradtrace.ir.passes import storage
 from gradtrace.ir.passes.provenance import analyse_provenance
 from gradtrace.kernels import backend_of
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing import tally, uniform_tally
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.traced_value import sizes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import gradtrace as gt
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 WARM = 3
 """Traces after which plans, recordings and tables of constants are kept."""

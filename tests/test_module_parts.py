@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 def traced(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **how: Any) -> Trace:

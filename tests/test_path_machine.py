@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.components.components import Components
 from gradtrace.paths.path_machine import PathMachine
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.counting import chosen_components
 from gradtrace.tracing.followed import (
     FollowedPaths,

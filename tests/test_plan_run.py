@@ -26,7 +26,7 @@ from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.kernels import cpu_library, cpu_plan
 from gradtrace.kernels.cpu_plan import PlanWords, run_plan
 from gradtrace.linops import Index
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing import counting, lowering, plan_run, plan_table
 
 pytestmark = pytest.mark.skipif(

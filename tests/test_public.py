@@ -61,7 +61,7 @@ LAYERS: tuple[set[str], ...] = (
     {"measures"},
     {"graphs", "runs"},
     {"report"},
-    {"trace"},
+    {"traced"},
     {"attribution"},
     {"session"},
     {"diagnosis"},
@@ -138,7 +138,7 @@ def test_every_public_name_has_a_home() -> None:
 
 def test_a_function_stands_before_the_module_of_its_name(trees: dict[Path, ast.Module]) -> None:
     """Whichever is loaded first; and nobody in the package may take one for the other."""
-    code = "import gradtrace.trace, gradtrace as gt; assert callable(gt.trace)"
+    code = "import gradtrace.watch, gradtrace as gt; assert callable(gt.watch)"
     fresh.python("-c", f"{code}; assert callable(gt.check)", check=True)
     for tree in trees.values():
         for node in ast.walk(tree):

@@ -14,7 +14,7 @@ from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import MapTable, Step
 from gradtrace.ir.recompute import RecomputedValues
 from gradtrace.paths.paths import Path
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 class Skips(nn.Module):

@@ -28,7 +28,7 @@ from gradtrace.ir.program import Program, structure_of
 from gradtrace.linops import Map
 from gradtrace.recording import gradients, node_rules, replay
 from gradtrace.recording.kept_recordings import RECORDINGS, RecordingCache
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 @pytest.fixture(autouse=True)

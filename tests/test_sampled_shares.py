@@ -23,7 +23,7 @@ from gradtrace.kernels import backend_of
 from gradtrace.paths.path_forest import PathProvenance
 from gradtrace.paths.paths import path_provenance, sampled
 from gradtrace.runs import history
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.counting import component_finder
 from gradtrace.tracing.followed import follow_elements
 from gradtrace.tracing.influence import Influence

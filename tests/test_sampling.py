@@ -24,7 +24,7 @@ from gradtrace.linops.indexing import located, picked
 from gradtrace.paths import paths as paths_module
 from gradtrace.paths.path_forest import PathForest
 from gradtrace.paths.paths import path_provenance, sampled
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 # Single elements of maps -------------------------------------------------------------------------
 

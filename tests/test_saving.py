@@ -17,7 +17,7 @@ from gradtrace.components.forks import find_forks
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io import container
 from gradtrace.measures import choosing
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 class Model(nn.Module):

@@ -17,7 +17,7 @@ from gradtrace.kernels import backend_of, tuning
 from gradtrace.kernels.reference import Reference
 from gradtrace.linops import Scatter
 from gradtrace.recording import gradients
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import ComponentFacts
 

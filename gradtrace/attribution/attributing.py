@@ -12,7 +12,7 @@ from gradtrace.attribution.input_recorder import one_number
 from gradtrace.attribution.result import MEANINGS, Attribution
 from gradtrace.attribution.token_scores import Recording, token_rows
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName, did_you_mean, not_one_of
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 Tokens = Mapping[str, Sequence[str]]
 TraceAt = Callable[[Mapping[str, Tensor]], Trace]

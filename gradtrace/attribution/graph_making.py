@@ -26,7 +26,7 @@ from gradtrace.attribution.token_scores import Recording, TokenScore
 from gradtrace.components.module_parts import ModuleParts
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch.wrapped_modules import named_modules
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.types import Shape
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from gradtrace.pytorch.plain_tensors import plain
 from gradtrace.pytorch.wrapped_modules import named_modules
 from gradtrace.recording.record import ProgramRecorder, record
 from gradtrace.recording.sharded import recorder_of
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 class InputRecorder(ProgramRecorder):

@@ -22,7 +22,7 @@ from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program
 from gradtrace.linops import transposed
 from gradtrace.paths.paths import Paths
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 MEANINGS = {
     "gradient": "gradient × input",

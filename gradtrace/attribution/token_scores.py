@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 class Recording(NamedTuple):

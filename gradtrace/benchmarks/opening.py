@@ -21,7 +21,7 @@ import torch
 
 from gradtrace.errors import GradtraceError
 from gradtrace.io.table import TextColumn, TextTable
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.watch import watch
 
 ROUNDS = 4

@@ -15,7 +15,7 @@ from gradtrace.errors import UnknownName, did_you_mean
 if TYPE_CHECKING:
     from gradtrace.components import components as component_names
     from gradtrace.io.table import TextTable
-    from gradtrace.trace import Trace
+    from gradtrace.traced import Trace
 
 
 class Question(NamedTuple):

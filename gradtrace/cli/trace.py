@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from gradtrace.io.table import TextTable
     from gradtrace.paths.paths import Path as GradientPath
-    from gradtrace.trace import Trace
+    from gradtrace.traced import Trace
     from gradtrace.tracing.choices import Choices
     from gradtrace.tracing.influence import Influence
     from gradtrace.watch import watch

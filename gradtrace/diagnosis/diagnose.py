@@ -40,7 +40,7 @@ from gradtrace.diagnosis.result import (
 from gradtrace.diagnosis.unregistered import unregistered
 from gradtrace.errors import GradtraceError
 from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 PLAIN = "Watch with gt.watch(model, diagnose=True), and the lines of your code are named."
 

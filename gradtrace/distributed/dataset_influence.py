@@ -33,7 +33,7 @@ from gradtrace.measures.measures import positive
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.counting import Leaves, selected, taking_part
 from gradtrace.tracing.coverage import Coverage
 from gradtrace.tracing.coverage import measured as coverage_of_sample

@@ -21,7 +21,7 @@ from gradtrace.experiments.harness.page import html, section
 from gradtrace.experiments.harness.publishing import pictures
 from gradtrace.experiments.harness.results import write
 from gradtrace.experiments.harness.runner import Say
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 VIEWS = [f"views.{name}" for name in network.VIEWS]
 SHORT = ("steps=80",)

@@ -29,7 +29,7 @@ from gradtrace.pytorch.wrapped_modules import is_tensor_parallel, unwrapped
 from gradtrace.runs.history import History, StepIncident, StepRecord
 from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.runs.writer import Writer
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.moments import seed_of
 from gradtrace.training import gathering, run_report, tuning
 from gradtrace.training.gathering import Gathering

@@ -18,7 +18,7 @@ from gradtrace.report.trace_view import is_large
 from gradtrace.report.training import timing, training
 from gradtrace.runs import history
 from gradtrace.runs.history import History
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.training.overhead_budget import Budget
 from gradtrace.training.tuning import VIEW_SAMPLE_PATHS
 

@@ -21,7 +21,7 @@ from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
 from gradtrace.runs.step_results import StepResult, unscaled
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 from gradtrace.tracing.choices import Choices
 from gradtrace.training import tuning
 from gradtrace.training.overhead_budget import Budget

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.diagnosis import Diagnosis
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 HOSTILE = (
     "</script><script>window.hacked=1</script>",

@@ -17,7 +17,7 @@ from gradtrace import report
 from gradtrace.errors import GradtraceError
 from gradtrace.io.validation import SchemaMismatch
 from gradtrace.report.model import View
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 class Cut(nn.Module):

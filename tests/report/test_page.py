@@ -24,7 +24,7 @@ from gradtrace.errors import GradtraceError
 from gradtrace.io import container
 from gradtrace.io.validation import SchemaMismatch
 from gradtrace.report import View, encode, page, trace_view
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

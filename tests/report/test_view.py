@@ -20,7 +20,7 @@ from gradtrace import report
 from gradtrace.report import building, encode, trace_view
 from gradtrace.report.cells import Grid
 from gradtrace.report.tuning import Limits
-from gradtrace.trace import Trace
+from gradtrace.traced import Trace
 
 
 def payload(trace: Trace, **options: Any) -> Any:
