@@ -8,7 +8,7 @@ BIN     = $(VENV)/bin
 # Modules are compiled when they are first imported: most of torch and transformers never is.
 PIP     = $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: demo test chromium lint docs web bench experiments sanitize wheel matrix clean
+.PHONY: demo test chromium lint docs web bench sanitize wheel matrix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
@@ -37,12 +37,9 @@ docs: $(VENV)/.developed
 web:
 	cd web && npm ci --no-fund --no-audit && npm run check && npm test && npm run build
 
+# Tracing beside PyTorch's backward pass, on this machine: a table, and out/benchmarks.json.
 bench: $(VENV)/.developed
-	$(BIN)/gradtrace bench --out docs/benchmarks.md --figures docs/figures
-
-# All experiments in their quick form, on one page. The full ones: gradtrace experiment NAME.
-experiments: $(VENV)/.developed
-	$(BIN)/gradtrace experiment --all --quick --out out/experiments --workers $(WORKERS)
+	$(BIN)/python benchmarks/bench.py --out out/benchmarks.json
 
 # The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself leaks.
 # `make sanitize SANITIZED="-n auto --ignore tests/browser tests gradtrace"` runs the whole suite so
@@ -79,7 +76,7 @@ $(VENV)/.torch:
 SOURCES = pyproject.toml CMakeLists.txt $(wildcard gradtrace/kernels/cpu/*)
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	$(PIP) --editable ".[experiments]"
+	$(PIP) --editable .
 	touch $@
 
 # What is installed already is not built again: only what developing needs comes on top.

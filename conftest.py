@@ -1,6 +1,6 @@
 """Doctests: modules without one are not imported for it.
 
-Else each worker imports all that integrations, experiments and benchmarks need.
+Else each worker imports all that integrations need.
 """
 
 from __future__ import annotations

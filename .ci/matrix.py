@@ -161,7 +161,7 @@ def environment(torch: str, version: str, wheel: Path, at_lowest: bool) -> Path:
     ours = [r for r in requirements(python, "gradtrace") if not r.startswith("torch")]
     install(python, *(lowest(r) if at_lowest else r for r in ours), *TESTING)
     if os.environ.get("FULL") == "1":
-        extra = "accelerate lightning tensorboard transformers matplotlib scikit-learn"
+        extra = "accelerate lightning tensorboard transformers matplotlib"
         install(python, "--no-deps", *extra.split())
         install(
             python,
@@ -304,7 +304,7 @@ with stand-ins for NVIDIA's libraries.
 NOTES = """
 The last torch for Python 3.10 is 2.14. Other versions of torch may work: what gradtrace reads of
 autograd is checked when it is imported, so that a torch in which it has changed is an error and not
-a wrong number, and `gradtrace doctor` compares gradients, hooks and kernels with PyTorch's own.
+a wrong number.
 """
 
 

@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from gradtrace.autodiff.labels import label
     from gradtrace.distributed.dataset_decompose import decompose
     from gradtrace.distributed.dataset_influence import influence
-    from gradtrace.profiling.timing import timing
     from gradtrace.report.saving import load
     from gradtrace.semirings import SUM
     from gradtrace.tools.ablation import ablate
     from gradtrace.tools.gradcheck import check
-    from gradtrace.tracing.kept_plans import plans
     from gradtrace.training.incident import load_incident
     from gradtrace.training.monitor import Monitor
     from gradtrace.watch import watch
@@ -43,11 +41,9 @@ __all__ = [  # noqa: RUF022  # plainly sorted
     "label",
     "load",
     "load_incident",
-    "plans",
     "program",
     "semirings",
     "testing",
-    "timing",
     "trace",
     "watch",
 ]
@@ -66,9 +62,7 @@ _HOMES = {
     "label": "autodiff.labels",
     "load": "report.saving",
     "load_incident": "training.incident",
-    "plans": "tracing.kept_plans",
     "program": "api",
-    "timing": "profiling.timing",
     "trace": "api",
     "watch": "watch",
 }

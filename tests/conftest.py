@@ -39,18 +39,14 @@ settings.register_profile(
 settings.load_profile("ci")
 
 SLOW = (
-    "test_bench",
     "test_emulated",
     "browser",
     "test_docs",
     "test_notebooks",
-    "test_frame",
     "test_process_group",
     "test_bruteforce",
     "test_large_graphs",
-    "experiments",
     "test_compiled_library",
-    "test_peak_memory",
     "test_monitor_ranks",
 )
 """Files and folders with tests of seconds, which begin first so that no core idles at the end."""

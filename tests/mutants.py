@@ -8,11 +8,9 @@ that damage gets past them.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -164,86 +162,6 @@ def read_journal(blob: bytes, folder: Path) -> None:
 def as_counted(measure: Callable[..., Any]) -> Any:
     """The table without a journal."""
     return measure(None).to_dict()
-
-
-EXPERIMENT = '''"""Question: q
-
-Expectation: e
-
-Method: m
-
-Seeds: s
-"""
-from gradtrace.experiments.harness.findings import Findings, Seeds, Table
-QUICK = FULL = {"n": 3}
-SEEDS, TIMED = Seeds(1, 1), False
-def cells(settings, seeds): return [{"k": k} for k in range(settings["n"])]
-def measure(cell, tick): return {"y": cell["k"] * 0.5, "words": ["a", "b"]}
-def conclude(rows):
-    total = sum(row.result["y"] for row in rows)
-    table = Table("t", ("y", "words"), tuple((r.result["y"], r.result["words"][0]) for r in rows))
-    return Findings(f"{total}", (table,), facts={"total": total})
-'''
-
-
-def experiment(folder: Path) -> Any:
-    from gradtrace.experiments.harness.command import ExperimentOptions, run
-    from gradtrace.experiments.harness.loading import ExperimentSource
-
-    (folder / "mine.py").write_text(EXPERIMENT)
-    return run(
-        [ExperimentSource.of(folder / "mine.py")],
-        ExperimentOptions(quick=True, out=folder / "out"),
-        lambda _: None,
-    )
-
-
-def make_rows(folder: Path) -> list[bytes]:
-    shutil.rmtree(folder / "out", ignore_errors=True)
-    experiment(folder)
-    (path,) = (folder / "out" / "mine" / "rows").iterdir()
-    return [path.read_bytes()]
-
-
-def read_rows(blob: bytes, folder: Path) -> None:
-    shutil.rmtree(folder / "out", ignore_errors=True)
-    (folder / "out" / "mine" / "rows").mkdir(parents=True)
-    (folder / "out" / "mine" / "rows" / "1-a.jsonl").write_bytes(blob)
-    experiment(folder)
-
-
-def make_results(folder: Path) -> list[bytes]:
-    make_rows(folder)
-    return [(folder / "out" / "mine" / "results.json").read_bytes()]
-
-
-def read_results(blob: bytes, folder: Path) -> None:
-    from gradtrace.experiments.harness.publishing import gather
-
-    other = folder / "out" / "other"
-    other.mkdir(parents=True, exist_ok=True)
-    (other / "results.json").write_bytes(blob)
-    gather(folder / "out")
-
-
-def make_published(folder: Path) -> list[bytes]:
-    from gradtrace.experiments.harness.command import ExperimentOptions, run
-    from gradtrace.experiments.harness.loading import ExperimentSource
-
-    (folder / "mine.py").write_text(EXPERIMENT)
-    asked = ExperimentOptions(quick=True, out=folder / "out", docs=folder / "docs")
-    run([ExperimentSource.of(folder / "mine.py")], asked, lambda _: None)
-    return [gzip.decompress((folder / "docs" / "mine.rows.jsonl.gz").read_bytes())]
-
-
-def read_published(blob: bytes, folder: Path) -> None:
-    from gradtrace.experiments.harness.command import ExperimentOptions, run
-    from gradtrace.experiments.harness.loading import ExperimentSource
-
-    path = folder / "file.rows.jsonl.gz"
-    path.write_bytes(gzip.compress(blob, 1) if b"cell" in blob else blob)
-    asked = ExperimentOptions(rows=(path,), out=folder / "out", docs=folder / "docs")
-    run([ExperimentSource.of(folder / "mine.py")], asked, lambda _: None)
 
 
 def make_decompositions(folder: Path) -> list[bytes]:
@@ -519,20 +437,11 @@ def mutate_lines(blob: bytes, rng: random.Random) -> bytes:
     return b"\n".join(lines)
 
 
-def mutate_json(blob: bytes, rng: random.Random) -> bytes:
-    if rng.random() < 0.15:
-        return noisy(blob, rng)
-    return changed_text(blob.decode(), rng).encode(errors="backslashreplace")
-
-
 KINDS = {
     "trace": Kind(make_traces, mutate_container, read_trace),
     "view": Kind(make_views, mutate_container, read_view),
     "influence": Kind(make_journals, mutate_container, read_journal),
     "run": Kind(make_runs, mutate_lines, read_run),
-    "experiment": Kind(make_rows, mutate_lines, read_rows),
-    "results": Kind(make_results, mutate_json, read_results),
-    "published": Kind(make_published, mutate_lines, read_published),
     "decompose": Kind(make_decompositions, mutate_container, read_decomposition),
     "incident": Kind(make_incidents, mutate_container, read_incident),
 }

@@ -2,7 +2,7 @@
 
 From the root of the repository::
 
-    python tests/soak.py kills --count 100            # of influence, Monitor and experiments each
+    python tests/soak.py kills --count 100            # of influence and Monitor each
     python tests/soak.py monitor --steps 20000        # three models, collector on and off
     python tests/soak.py traces --count 3000          # three models, collector on and off
     python tests/soak.py traces --count 100 --only residual    # 5,000 operators
@@ -296,61 +296,9 @@ def left_training(folder: Path) -> None:
         history.read(file)
 
 
-EXPERIMENT = '''
-"""Question: Is it whole?
-
-Expectation: Yes.
-
-Method: Sums.
-
-Seeds: Of the numbers.
-"""
-import torch
-from gradtrace.experiments.harness.findings import Findings, Seeds, Table
-
-QUICK = FULL = {"n": 12}
-SEEDS = Seeds(quick=1, full=1)
-TIMED = False
-
-def cells(settings, seeds):
-    return [{"k": k} for k in range(settings["n"])]
-
-def measure(cell, tick):
-    x = torch.randn(200, 200, generator=torch.Generator().manual_seed(cell["k"]))
-    return {"y": float((x @ x).sum())}
-
-def conclude(rows):
-    body = tuple((row.cell["k"], row.result["y"]) for row in rows)
-    return Findings("Sums.", (Table("Sums", ("k", "y"), body),))
-'''
-
-
-def experiment(folder: Path) -> None:
-    from gradtrace.experiments.harness.command import ExperimentOptions, run
-    from gradtrace.experiments.harness.loading import ExperimentSource
-
-    path = folder / "mine.py"
-    if not path.exists():
-        files.put(path, EXPERIMENT)
-    done = run(
-        [ExperimentSource.of(path)],
-        ExperimentOptions(quick=True, out=folder / "out"),
-        lambda line: None,
-    )
-    (folder / "done").write_text(json.dumps(done.found["mine"]["tables"]))
-
-
-def left_experiment(folder: Path) -> None:
-    from gradtrace.experiments.harness.journal import _lines
-
-    for path in (folder / "out" / "mine" / "rows").glob("*.jsonl"):
-        list(_lines(path))
-
-
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     "influence": (count_influence, left_influence),
     "monitor": (watch_training, left_training),
-    "experiment": (experiment, left_experiment),
 }
 
 
@@ -361,7 +309,7 @@ def kill(kind: str, count: int, seed: int) -> tuple[int, list[str]]:
     with tempfile.TemporaryDirectory() as whole:
         work(Path(whole))  # once here, so that copies of this process have loaded everything
         for path in Path(whole).iterdir():
-            if path.name.startswith(("run", "out", "done")):
+            if path.name.startswith(("run", "done")):
                 subprocess.run(["rm", "-rf", str(path)], check=True)
         begun = time.perf_counter()
         assert forked(lambda: work(Path(whole))) == 0

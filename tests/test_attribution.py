@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, UnknownName
+from gradtrace.tracing.kept_plans import forget
 
 EMBEDDINGS = {
     "gpt2": "transformer.wte",
@@ -177,7 +178,7 @@ def test_integrated_gradients_are_complete() -> None:
         last = model(inputs_embeds=tokens).logits[0, -1]
         return last[5] - last[9]  # type: ignore[no-any-return]
 
-    gt.plans().clear()
+    forget()
     found = gt.watch(model).attribute(logits, {"tokens": tokens}, integrated=48)
     with torch.no_grad():
         assert found.value == pytest.approx(float(logits(tokens) - logits(tokens * 0)))

@@ -16,11 +16,11 @@ import torch
 from architectures import ARCHITECTURES
 from backends import use
 from noted import NotingGpu
+from random_transformers import gpt2
 from test_kept_plans import Branches
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.benchmarks import cases
 from gradtrace.ir.static_operands import StaticOperands
 from gradtrace.kernels import tuning
 from gradtrace.kernels.capture import NotCapturable
@@ -28,16 +28,16 @@ from gradtrace.traced import Trace
 from gradtrace.tracing import counting, executor, provenance, traced_value
 from gradtrace.tracing.captured_pass import CapturedPass
 from gradtrace.tracing.influence import Influence
-from gradtrace.tracing.kept_plans import KEPT
+from gradtrace.tracing.kept_plans import KEPT, forget
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[NotingGpu]:
-    gt.plans().clear()
+    forget()
     found = NotingGpu()
     use(monkeypatch, found)
     yield found
-    gt.plans().clear()
+    forget()
 
 
 def traced(model: nn.Module, *given: Tensor, rule: str = "greedy") -> Trace:
@@ -84,7 +84,7 @@ def test_weights_and_inputs_change(
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 90, "n_embd": 12, "n_layer": 3, "n_head": 2, "n_positions": 8}
-    model = cases.gpt2(8, **sizes).model
+    model = gpt2(8, **sizes).model
     for step in range(6):
         ids = torch.randint(0, 90, (1, 8))
         with gt.watch(model) as watch:
@@ -92,7 +92,7 @@ def test_weights_and_inputs_change(
         trace = watch.trace(loss, rule=rule)
         assert trace.influence() == uncaptured(trace), step
         changed(model)
-    (row,) = gt.plans()
+    (row,) = KEPT.summary().rows
     assert (row.graphs, row.executed) == (3, "")
     assert [graph.replays for graph in gpu.graphs] == [3]
     capacities = captured_pass().fixed.capacities
@@ -117,12 +117,12 @@ def test_architectures(name: str, gpu: NotingGpu) -> None:
 def test_random_graphs(rule: str, gpu: NotingGpu) -> None:
     replays = 0
     for seed in range(thorough.few(12, 300)):
-        gt.plans().clear()
+        forget()
         for _ in range(5):
             sample = randomgraphs.build(seed)
             trace = gt.trace(sample.loss, names=sample.leaves, rule=rule)
             assert trace.influence("operators") == uncaptured(trace, "operators"), seed
-        replays += gt.plans().rows[0].graphs
+        replays += KEPT.summary().rows[0].graphs
     assert replays
 
 
@@ -145,7 +145,7 @@ def test_of_some_leaves_and_of_other_components(gpu: NotingGpu) -> None:
         trace = traced(model, torch.randn(5, 4))
         for kind, of in (("operators", None), (None, "left")):
             assert trace.influence(kind, of=of) == uncaptured(trace, kind, of)
-    assert len(gpu.graphs) == 2 and {row.graphs for row in gt.plans()} == {2}
+    assert len(gpu.graphs) == 2 and {row.graphs for row in KEPT.summary().rows} == {2}
 
 
 def test_earlier_traces_stay_valid(gpu: NotingGpu) -> None:
@@ -156,7 +156,7 @@ def test_earlier_traces_stay_valid(gpu: NotingGpu) -> None:
     wanted = [uncaptured(trace) for trace in traces]
     assert [trace.influence() for trace in traces] == wanted
     assert [trace.influence() for trace in reversed(traces)] == wanted[::-1]
-    assert gt.plans().rows[0].graphs == 9
+    assert KEPT.summary().rows[0].graphs == 9
 
 
 # What does not fit --------------------------------------------------------------------------------
@@ -185,13 +185,13 @@ def test_what_cancels_is_executed_as_before(gpu: NotingGpu) -> None:
             model.other.fill_(-1.0 if step == 5 else 0.5 + step)
         trace = traced(model, torch.randn(4, 3))
         assert trace.influence() == uncaptured(trace), step
-    assert gt.plans().rows[0].graphs
+    assert KEPT.summary().rows[0].graphs
 
 
 def assumed_wrong(gpu: NotingGpu, model: nn.Module, x: Tensor) -> str:
     trace = traced(model, x)
     assert trace.influence() == uncaptured(trace)
-    return gt.plans().rows[0].executed
+    return KEPT.summary().rows[0].executed
 
 
 def test_cancelled_elements_of_values_between(gpu: NotingGpu) -> None:
@@ -204,13 +204,13 @@ def test_cancelled_elements_of_values_between(gpu: NotingGpu) -> None:
             loss = model(torch.randn(3, 2)).sum()
         trace = watch.trace(loss)
         assert trace.influence() == uncaptured(trace)
-        return gt.plans().rows[0].executed
+        return KEPT.summary().rows[0].executed
 
     assert [reason() for _ in range(4)] == [*2 * ["it was not met often enough"], "", ""]
     with torch.no_grad():
         model[2].weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [-1.0, 2.0, 3.0]]))
     assert reason() == "elements whose contributions cancel"
-    assert gt.plans().rows[0].graphs == 1 and gt.plans().device_bytes == 0
+    assert KEPT.summary().rows[0].graphs == 1 and KEPT.summary().device_bytes == 0
 
 
 def test_a_table_that_is_too_small(gpu: NotingGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_after_several_misses_there_is_no_more_attempt(
     model = Branches()
     for _ in range(7):
         assumed_wrong(gpu, model, torch.randn(5, 4))
-    (row,) = gt.plans()
+    (row,) = KEPT.summary().rows
     assert row.executed == "of another kind" and not row.graphs and not gpu.graphs
     slot = next(iter(KEPT._kept.values())).captures[0]
     assert slot.off and slot.misses == 3
@@ -273,8 +273,8 @@ def test_reasons(
     monkeypatch.setattr(tuning, "CAPTURED_MAX_BYTES", most)
     for _ in range(4):
         traced(Branches(), torch.randn(5, 4), rule=rule).influence()
-    (row,) = gt.plans()
-    assert row.executed.startswith(reason) and reason in str(gt.plans())
+    (row,) = KEPT.summary().rows
+    assert row.executed.startswith(reason)
 
 
 def test_what_looks_at_elements_is_refused(gpu: NotingGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,13 +300,13 @@ def captured_model(gpu: NotingGpu) -> tuple[Branches, weakref.ref[Any]]:
     for _ in range(4):
         traced(model, torch.randn(5, 4)).influence()
     made = captured_pass()
-    assert 0 < made.nbytes == gt.plans().device_bytes
+    assert 0 < made.nbytes == KEPT.summary().device_bytes
     return model, weakref.ref(made)
 
 
 def test_memory_is_freed_on_request(gpu: NotingGpu) -> None:
     _, made = captured_model(gpu)
-    gt.plans().clear()
+    forget()
     gc.collect()
     assert made() is None
 
@@ -316,7 +316,7 @@ def test_memory_is_freed_with_the_model(gpu: NotingGpu) -> None:
     del model
     gc.collect()
     assert made() is None
-    assert gt.plans().rows[0].executed == "the model has gone"
+    assert KEPT.summary().rows[0].executed == "the model has gone"
 
 
 def test_the_last_passes_are_kept(gpu: NotingGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +325,8 @@ def test_the_last_passes_are_kept(gpu: NotingGpu, monkeypatch: pytest.MonkeyPatc
     for batch in (5, 6, 7):
         for _ in range(4):
             traced(model, torch.randn(batch, 4)).influence()
-    assert [bool(row.device_bytes) for row in gt.plans()] == [True, True, False]
-    assert gt.plans().rows[2].executed == "other passes took its memory"
+    assert [bool(row.device_bytes) for row in KEPT.summary().rows] == [True, True, False]
+    assert KEPT.summary().rows[2].executed == "other passes took its memory"
 
 
 def test_operands_that_share_memory_keep_sharing_it() -> None:

@@ -70,8 +70,8 @@ def logit(size="base", layers="2"):
 CODES = {"gradtrace diagnose run-step500-nonfinite.gradtrace": 1}
 """Of examples that find something."""
 
-NOT_RUN = ("gradtrace demo", "gradtrace bench", "gradtrace experiment ", "torchrun ")
-"""Those that take long, and have tests of their own; ``--list`` is run."""
+NOT_RUN = ("gradtrace demo", "torchrun ")
+"""Those that take long, and have tests of their own."""
 
 
 def examples() -> list[str]:
@@ -82,7 +82,7 @@ def examples() -> list[str]:
     return [line for line in lines if not line.startswith("where ")]
 
 
-RUN = [line for line in examples() if not line.startswith(NOT_RUN) or "--list" in line]
+RUN = [line for line in examples() if not line.startswith(NOT_RUN)]
 OTHERS = [line for line in examples() if line not in RUN]
 
 

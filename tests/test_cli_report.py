@@ -20,13 +20,11 @@ from typer.testing import CliRunner, Result
 import gradtrace as gt
 from gradtrace.cli import app as typed
 from gradtrace.cli import main, report
-from gradtrace.cli.bench import sections
 from gradtrace.cli.codes import BUG, INTERRUPTED, MEANING, UNREAD, WRONG
-from gradtrace.cli.experiment import names
 from gradtrace.cli.printing import working
 from gradtrace.errors import GradtraceError
 
-COMMANDS = ("demo", "diagnose", "trace", "report", "check", "experiment", "bench", "ops")
+COMMANDS = ("demo", "diagnose", "trace", "report", "check")
 
 
 def run(*args: object) -> Result:
@@ -231,11 +229,6 @@ def test_a_bug_is_called_one(saved: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(run("report", saved, "--debug").exception, TypeError)
 
 
-def test_completion_knows_experiments_and_sections() -> None:
-    assert "first-token" in names("f") and names("x") == []
-    assert sections("pe") == ["peak"]
-
-
 def ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException
 ) -> tuple[int, str]:
@@ -319,7 +312,7 @@ def test_stdout_that_is_closed() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_disk_that_is_full() -> None:
     with open("/dev/full", "w") as full:
-        done = process("ops", "--help", stdout=full)
+        done = process("trace", "--help", stdout=full)
     assert done.returncode == WRONG and "No space left" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -365,6 +358,6 @@ def test_a_script_can_do_as_it_likes(tmp_path: Path) -> None:
 
 
 def test_the_shell_is_answered() -> None:
-    words = {"_GRADTRACE_COMPLETE": "complete_bash", "COMP_WORDS": "gradtrace experiment lay"}
-    done = process(stdout=subprocess.PIPE, env={**os.environ, **words, "COMP_CWORD": "2"})
-    assert done.stdout.split() == ["layers"], done.stderr
+    words = {"_GRADTRACE_COMPLETE": "complete_bash", "COMP_WORDS": "gradtrace infl"}
+    done = process(stdout=subprocess.PIPE, env={**os.environ, **words, "COMP_CWORD": "1"})
+    assert done.stdout.split() == ["influence"], done.stderr

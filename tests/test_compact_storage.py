@@ -10,10 +10,10 @@ import randomgraphs
 import torch
 from architectures import ARCHITECTURES
 from backends import use
+from random_transformers import gpt2
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.benchmarks import cases
 from gradtrace.errors import TooLarge
 from gradtrace.ir import memory
 from gradtrace.ir.plan import Join
@@ -23,6 +23,7 @@ from gradtrace.traced import Trace
 from gradtrace.tracing import compact_storage, executor
 from gradtrace.tracing.compact_storage import CompactValues, packed, take, unpacked
 from gradtrace.tracing.executor import Executor
+from gradtrace.tracing.kept_plans import forget
 from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.traced_value import TracedValue
 
@@ -199,7 +200,7 @@ def peak(trace: Trace, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> int:
         patch.setitem(executor.HANDLERS, Join, joined)
         patch.setattr(memory, "short", lambda *_: narrow)
         trace.asked = {}
-        gt.plans().clear()  # plans of later losses are executed in one call
+        forget()  # plans of later losses are executed in one call
         trace.influence()
     return most
 
@@ -225,7 +226,7 @@ def test_marks_that_wait_take_a_quarter(name: str, monkeypatch: pytest.MonkeyPat
 
 def problem() -> Trace:
     torch.manual_seed(0)
-    given = cases.gpt2(8, vocab_size=30, n_embd=12, n_layer=3, n_head=2, n_positions=8)
+    given = gpt2(8, vocab_size=30, n_embd=12, n_layer=3, n_head=2, n_positions=8)
     with gt.watch(given.model) as watch:
         return watch.trace(given.loss())
 

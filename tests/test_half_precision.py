@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from random_transformers import llama
 from test_architectures import agree
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace.benchmarks.cases import llama
 from gradtrace.ir import interpreter
 from gradtrace.traced import Trace
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from random_transformers import Problem, gpt2
 
 import gradtrace as gt
-from gradtrace.benchmarks import cases
 from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.kept_plans import forget
 from tests.backends import imitate_gpu
 from tests.waits import Waits
 
 pytest.importorskip("transformers")
 
 
-def problem(layers: int) -> cases.Problem:
+def problem(layers: int) -> Problem:
     torch.manual_seed(0)
-    return cases.gpt2(8, vocab_size=30, n_embd=12, n_layer=layers, n_head=2, n_positions=8)
+    return gpt2(8, vocab_size=30, n_embd=12, n_layer=layers, n_head=2, n_positions=8)
 
 
-def measured(given: cases.Problem, rule: str = "greedy") -> Influence:
+def measured(given: Problem, rule: str = "greedy") -> Influence:
     with gt.watch(given.model) as watch:
         loss = given.loss()
     return watch.trace(loss, rule=rule).influence()
@@ -43,7 +44,7 @@ def test_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_waits_do_not_grow_with_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer has twelve leaves and some seventy steps."""
-    gt.plans().clear()  # the third loss of a plan is executed with fewer
+    forget()  # the third loss of a plan is executed with fewer
     imitate_gpu(monkeypatch)
     counts = []
     for layers in (2, 4):

@@ -1,13 +1,11 @@
-"""A torch whose insides have changed is refused, with what has changed; and the doctor sees it."""
+"""A torch whose insides have changed is refused, with what has changed."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
 import types
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,10 @@ import pytest
 import torch
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
-from typer.testing import CliRunner
 
 from gradtrace.autodiff import hooks, pass_scope
-from gradtrace.cli import app
-from gradtrace.errors import GradtraceError, IncompatibleTorch, needs
+from gradtrace.errors import GradtraceError, IncompatibleTorch
 from gradtrace.pytorch import internals
-from gradtrace.tools import doctor
 
 MUL, SPLIT, BORN = torch.Tensor.__mul__, torch.split, RemovableHandle.__init__
 
@@ -213,43 +208,8 @@ def test_asking_leaves_nothing_behind() -> None:
     """The hooks that are tried are not taken for the user's; no random number is drawn."""
     state, watch = torch.get_rng_state(), hooks.HookWatch()
     internals.check()
-    doctor.diagnosis()
     assert torch.equal(state, torch.get_rng_state())
     assert watch.clear_since() in (watch._sequence, hooks.NEVER)
-
-
-# The doctor --------------------------------------------------------------------------------------
-
-
-def verdicts() -> dict[str, str]:
-    return {found.what: found.verdict for found in doctor.diagnosis()}
-
-
-def test_the_doctor_finds_nothing_here() -> None:
-    assert "wrong" not in verdicts().values()
-    done = CliRunner().invoke(app, ["doctor", "--json"])
-    assert done.exit_code == 0
-    assert json.loads(done.stdout)["findings"][0]["what"] == "versions"
-
-
-def test_the_doctor_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    grad = torch.autograd.grad
-    monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: [2 * g for g in grad(*a, **k)])
-    found = verdicts()
-    assert found["gradient: linear layers"] == found["hooks"] == found["checkpoints"] == "wrong"
-    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
-
-
-def test_the_doctor_sees_a_part_recomputed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pass_scope, "recomputed_once", nullcontext)
-    monkeypatch.setattr(pass_scope, "_patched_torch", lambda: (each for each in [None]))
-    assert verdicts()["checkpoints"] == "wrong"
-
-
-def test_missing_packages_are_named_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "This"})
-    assert doctor.diagnosis()[-1].detail == needs("This", "no-such-package")
-    assert "pip install no-such-package" in needs("This", "no-such-package")
 
 
 # Before torch 2.10 -------------------------------------------------------------------------------

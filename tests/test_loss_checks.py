@@ -322,7 +322,7 @@ def test_a_forward_pass_in_inference_mode_has_no_graph(model: Model) -> None:
 
 FACTORIES = {"empty", "zeros", "ones", "full", "arange", "tensor", "eye", "randn", "rand"}
 FACTORIES |= {"randint", "randperm"}
-ELSEWHERE = {"experiments", "benchmarks", "cli", "report", "testing", "tools", "profiling"}
+ELSEWHERE = {"cli", "report", "testing", "tools"}
 """Rooms of which nothing runs inside a pass."""
 BUT = {"ir/passes/merge_routes.py"}  # sets the default device itself, to that of the values
 

@@ -11,13 +11,13 @@ import test_mass
 import torch
 from architectures import ARCHITECTURES
 from backends import CPU, imitate_gpu, using
+from random_transformers import gpt2
 from thorough import some
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from waits import Waits
 
 import gradtrace as gt
-from gradtrace.benchmarks.cases import gpt2
 from gradtrace.errors import NonFinite
 from gradtrace.ir import rescaling
 from gradtrace.ir.rescaling import DeferredRescaling, Rescaling, Scalar, ScaledValue

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import gradtrace as gt
 from gradtrace.traced import Trace
+from gradtrace.tracing.kept_plans import forget
 
 WARM = 3
 """Traces after which plans, recordings and tables of constants are kept."""
@@ -33,13 +34,13 @@ class Deep(nn.Module):
 
 @pytest.fixture(autouse=True)
 def uncollected() -> Iterator[None]:
-    gt.plans().clear()
+    forget()
     gc.collect()
     gc.freeze()  # only what is made from here on is counted
     gc.disable()
     yield
     gc.enable()
-    gt.plans().clear()
+    forget()
 
 
 def alive() -> tuple[int, int]:

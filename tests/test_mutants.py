@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import random
@@ -16,8 +15,6 @@ import torch
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.experiments.harness import published_rows
-from gradtrace.experiments.harness.results import read as read_results
 from gradtrace.io import container, schemas, strict_json, tuning
 from gradtrace.io.validation import SchemaMismatch
 from gradtrace.runs import history
@@ -28,9 +25,6 @@ COUNT = {
     "view": 25,
     "influence": 60,
     "run": 40,
-    "experiment": 20,
-    "results": 15,
-    "published": 20,
     "decompose": 20,
     "incident": 60,
 }
@@ -44,7 +38,7 @@ def test_mutants_are_read_or_refused(tmp_path: Path, kind: str) -> None:
         mutants.KINDS[kind].read(blob, tmp_path)  # as they are they are read
     found = [mutants.tried(kind, made, number, tmp_path) for number in range(COUNT[kind])]
     assert [trial for trial in found if trial.told not in ("read", "refused")] == []
-    assert {trial.told for trial in found} >= ({"refused"} if kind != "results" else {"read"})
+    assert {trial.told for trial in found} >= {"refused"}
 
 
 def test_shapes_have_limits() -> None:
@@ -244,21 +238,12 @@ def test_lines_that_say_nothing_are_not_read_for_ever(line: str) -> None:
 def test_a_file_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file without ends of lines may be larger than memory: this one has a terabyte of zeros."""
     monkeypatch.setattr("gradtrace.io.tuning.LINE_MAX_BYTES", 1000)
-    run, rows = tmp_path / "run.jsonl", tmp_path / "out" / "mine" / "rows" / "1-a.jsonl"
-    rows.parent.mkdir(parents=True)
-    results = tmp_path / "out" / "other" / "results.json"
-    results.parent.mkdir()
-    for path in (run, rows, results):
-        path.touch()
-        os.truncate(path, 2**40)
-    for call in (
-        lambda: history.read(run),
-        lambda: Writer(run, {}),
-        lambda: mutants.experiment(tmp_path),
-    ):
+    run = tmp_path / "run.jsonl"
+    run.touch()
+    os.truncate(run, 2**40)
+    for call in (lambda: history.read(run), lambda: Writer(run, {})):
         with pytest.raises(GradtraceError, match=r"jsonl.*more than 1,000 bytes in line 1"):
             call()
-    assert read_results(results) is None
 
 
 def test_steps_in_any_order_are_put_in_order() -> None:
@@ -433,7 +418,7 @@ def test_files_of_schema_1_are_read(tmp_path: Path, saved: Path) -> None:
         found.report(tmp_path / "x.html")
 
 
-# Files of triggers and of published rows ---------------------------------------------------------
+# Files of triggers -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -458,27 +443,3 @@ def test_an_incident_is_printed_without_escapes(tmp_path: Path, incident: Path) 
     container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
     told = str(gt.load_incident(tmp_path / "x")).splitlines()
     assert all(map(str.isprintable, told)) and told[-2:] == ["a\\x1b]0;t\\x07", "b\\u202e"]
-
-
-@pytest.mark.parametrize(
-    ("rows", "cells", "said"),
-    [
-        ([b" " * 10_000], 1, "more than 2,000 bytes in line 2"),
-        ([b'{"cell":{},"result":{},"seconds":0}'] * 2000, 2000, "more rows than it says"),
-        ([b'{"cell":{},"result":{},"seconds":0}'] * 3, 2, "more rows than it says"),
-        ([], 10**6, "cells is 1000000, not within"),
-        ([b'{"cell":{},"result":{},"seconds":0}'], 2, "is not whole"),
-    ],
-    ids=["blanks", "rows", "a row too many", "cells", "a row too few"],
-)
-def test_published_rows_are_unpacked_within_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[bytes], cells: int, said: str
-) -> None:
-    (whole,) = mutants.make_published(tmp_path)
-    header = json.loads(whole.splitlines()[0]) | {"cells": cells}
-    path = tmp_path / "bomb.rows.jsonl.gz"
-    path.write_bytes(gzip.compress(b"\n".join([json.dumps(header).encode(), *rows])))
-    monkeypatch.setattr(tuning, "LINE_MAX_BYTES", 2000)
-    monkeypatch.setattr(tuning, "JSON_MAX_BYTES", 400_000)
-    with pytest.raises(GradtraceError, match=said):
-        published_rows.unpacked(path)

@@ -26,6 +26,7 @@ from gradtrace.tracing.followed import (
     follow_elements,
     follow_paths,
 )
+from gradtrace.tracing.kept_plans import forget
 
 RULES = ("greedy", "viterbi", "edge")
 
@@ -158,7 +159,7 @@ def test_a_table_is_kept_for_losses_of_the_same_structure(
     model, written = nn.Linear(6, 6), list[int]()
     table = PathMachine.table
     monkeypatch.setattr(PathMachine, "table", lambda *a: written.append(1) or table(*a))
-    gt.plans().clear()
+    forget()
 
     def loss(scale: float = 2.0, turned: bool = False) -> Tensor:
         x = torch.randn(3, 6)

@@ -40,6 +40,7 @@ from gradtrace.semirings import MAX
 from gradtrace.tracing.executor import Executor
 from gradtrace.tracing.greedy_rule import Greedy
 from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.kept_plans import forget
 from gradtrace.tracing.per_sample import Pairs, places
 from gradtrace.tracing.traced_value import TracedValue
 
@@ -583,7 +584,7 @@ def test_the_next_vector_of_a_structure_needs_no_plans(monkeypatch: pytest.Monke
         return optimise(program, request, storage)
 
     monkeypatch.setattr("gradtrace.tracing.kept_plans.optimise", planning)
-    gt.plans().clear()
+    forget()
     found = []
     for rule in ("greedy", "viterbi", "greedy", "viterbi"):
         watch, loss = watched(model.double(), x, y)

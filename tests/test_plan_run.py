@@ -28,6 +28,7 @@ from gradtrace.kernels.cpu_plan import PlanWords, run_plan
 from gradtrace.linops import Index
 from gradtrace.traced import Trace
 from gradtrace.tracing import counting, lowering, plan_run, plan_table
+from gradtrace.tracing.kept_plans import KEPT, forget
 
 pytestmark = pytest.mark.skipif(
     not hasattr(cpu_library.library(), "gradtrace_run_plan"),
@@ -37,9 +38,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    gt.plans().clear()
+    forget()
     yield
-    gt.plans().clear()
+    forget()
 
 
 def traced(model: nn.Module, loss_of: Callable[[], Tensor], **how: Any) -> Trace:
@@ -235,8 +236,7 @@ def test_what_is_not_covered_is_told(rule: str, dtype: torch.dtype, why: str) ->
     model, x = Residual(3, 8, torch.tanh).to(dtype), torch.randn(5, 8, dtype=dtype)
     for _ in range(3):
         traced(model, lambda: model(x).square().mean(), rule=rule).influence()
-    assert why in next(iter(gt.plans())).stepwise
-    assert why in str(gt.plans())
+    assert why in KEPT.summary().rows[0].stepwise
 
 
 def test_gradients_that_are_not_kept_are_computed_up_to_a_limit(
@@ -246,7 +246,7 @@ def test_gradients_that_are_not_kept_are_computed_up_to_a_limit(
     monkeypatch.setattr(plan_table, "MAX_COMPUTED_BYTES", 0)
     for _ in range(3):
         traced(model, lambda: model(x)[0].square().mean()).influence()
-    assert "did not keep" in next(iter(gt.plans())).stepwise
+    assert "did not keep" in KEPT.summary().rows[0].stepwise
 
 
 def test_a_table_that_never_fits_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_a_table_that_never_fits_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(plan_run.TableRun, "fits", lambda run: False)
     for _ in range(plan_run.MAX_ATTEMPTS + 3):
         traced(model, lambda: model(x).square().mean()).influence()
-    assert "otherwise each time" in next(iter(gt.plans())).stepwise
+    assert "otherwise each time" in KEPT.summary().rows[0].stepwise
 
 
 def test_gradients_that_are_deferred_are_computed_one_at_a_time() -> None:
@@ -271,7 +271,7 @@ def test_a_table_takes_no_tensor_and_is_counted() -> None:
     sizes = []
     for _ in range(3):
         traced(model, lambda: model(x).square().mean()).influence()
-        sizes.append(gt.plans().bytes)
+        sizes.append(KEPT.summary().bytes)
     assert sizes[0] < sizes[1] == sizes[2]
 
 

@@ -29,13 +29,14 @@ from gradtrace.linops import Map
 from gradtrace.recording import gradients, node_rules, replay
 from gradtrace.recording.kept_recordings import RECORDINGS, RecordingCache
 from gradtrace.traced import Trace
+from gradtrace.tracing.kept_plans import KEPT, forget
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    gt.plans().clear()
+    forget()
     yield
-    gt.plans().clear()
+    forget()
 
 
 class Small(nn.Module):
@@ -99,7 +100,7 @@ def assert_same(found: Program, wanted: Program) -> None:
 
 def recorded_anew(watch: Any, loss: Tensor) -> Trace:
     """The trace without recordings of other losses."""
-    gt.plans().clear()
+    forget()
     trace: Trace = watch.trace(loss)
     assert trace.program.recorded
     return trace
@@ -191,7 +192,7 @@ def test_a_change_of_shapes_is_recorded_and_both_are_replayed() -> None:
     model = Small()
     for batch, tokens in ((3, 4), (2, 4), (3, 5), (3, 4), (2, 4), (3, 5)):
         check_replay(*loss_of(model, batch, tokens)) or traced(model, batch=batch, tokens=tokens)
-    gt.plans().clear()
+    forget()
     sizes = ((3, 4), (2, 4), (3, 5)) * 2
     reasons = [traced(model, batch=b, tokens=n).program.recorded for b, n in sizes]
     assert [reason == "" for reason in reasons] == [False] * 3 + [True] * 3
@@ -210,7 +211,7 @@ def test_random_graphs(start: int) -> None:
         gt.trace(loss, nonfinite="allow")
         loss = randomgraphs.build(seed).loss
         replayed += check_replay(gt, loss)
-        gt.plans().clear()
+        forget()
     assert replayed >= 0.7 * GRAPHS
 
 
@@ -257,7 +258,7 @@ def test_operators(names: list[str]) -> None:
                 problem = make()
                 assert problem is not None
                 check_replay(Allowing, problem[0])
-                gt.plans().clear()
+                forget()
 
 
 class Allowing:
@@ -393,7 +394,7 @@ def test_another_module_another_place() -> None:
         trace = watch.trace(loss)
         assert {b.place.module for b in trace.program.blocks} >= {"a" if first else "b"}
         trace.influence()
-    assert [row.replays for row in gt.plans()] == [1, 1]
+    assert [row.replays for row in KEPT.summary().rows] == [1, 1]
 
 
 def test_another_use_of_a_saved_number() -> None:
@@ -402,7 +403,7 @@ def test_another_use_of_a_saved_number() -> None:
         gt.trace(w.softmax(dim).pow(2).sum())
         assert check_replay(gt, w.softmax(dim).pow(2).sum())
         assert check_replay(gt, w.softmax(dim).pow(3).sum()) in (True, False)
-        gt.plans().clear()
+        forget()
     gt.trace((w[1:3] * 2).sum())
     assert gt.trace((w[2:4] * 2).sum()).program.recorded
     assert check_replay(gt, (w[2:4] * 3).sum())
@@ -481,7 +482,7 @@ def test_recordings_hold_no_tensors_and_no_nodes() -> None:
         assert not isinstance(item, (Tensor, nn.Module, torch.autograd.graph.Node)), type(item)
         if not callable(item):
             stack += gc.get_referents(item)
-    assert 1_000 < gt.plans().bytes < 1_000_000
+    assert 1_000 < KEPT.summary().bytes < 1_000_000
 
 
 def test_memory_returns_without_the_collector() -> None:
@@ -520,12 +521,11 @@ def test_the_table_says_what_was_replayed_and_why_not() -> None:
     model = Small()
     for _ in range(3):
         traced(model).influence()
-    (row,) = gt.plans()
+    (row,) = KEPT.summary().rows
     assert (row.hits, row.replays, row.recorded) == (2, 2, "")
     handle = model.out.bias.register_hook(lambda grad: None)
     traced(model).influence()
-    assert "hooks stand on its leaves" in str(gt.plans())
-    assert "recorded because" in str(gt.plans())
+    assert "hooks stand on its leaves" in KEPT.summary().rows[0].recorded
     handle.remove()
 
 
@@ -538,7 +538,7 @@ def test_threads() -> None:
         return watch.trace(loss).influence()
 
     wanted = [ask(model) for model in models]
-    gt.plans().clear()
+    forget()
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):  # how many of these are replayed hangs on who comes first
             assert list(pool.map(ask, models)) == wanted
@@ -590,7 +590,7 @@ def test_code_of_the_user_that_fails_says_where() -> None:
         with pytest.raises(GradtraceError, match="the user's mistake") as found:
             gt.trace(losses[1])
         messages.append(str(found.value))
-        gt.plans().clear()
+        forget()
     assert messages[0] == messages[1]
 
 
@@ -628,7 +628,7 @@ def test_results_are_compared_by_position(first: str, monkeypatch: pytest.Monkey
     for now in given.keys() - {first}:
         reason = gt.trace((x * y).sum()).program.recorded
         assert reason in ("MulBackward0 has fewer results", "MulBackward0 has other results")
-        gt.plans().clear()
+        forget()
         now = first
         gt.trace((x * y).sum())
 

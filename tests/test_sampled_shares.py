@@ -12,11 +12,11 @@ import architectures
 import numpy as np
 import pytest
 import torch
+from random_transformers import gpt2
 from test_influence import Skip
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.benchmarks.cases import gpt2
 from gradtrace.errors import GradtraceError
 from gradtrace.io.schemas import INFLUENCE
 from gradtrace.kernels import backend_of

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import gradtrace as gt
 from gradtrace.ir.tape import Tape, Tapes
 from gradtrace.measures.mass import Mass
+from gradtrace.tracing.kept_plans import forget
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def taped(model: nn.Module, ids: Tensor, **how: Any) -> tuple[Mass, list[Tape | 
 
 
 def untaped(model: nn.Module, ids: Tensor, **how: Any) -> Mass:
-    gt.plans().clear()
+    forget()
     return taped(model, ids, **how)[0]
 
 
@@ -73,7 +74,7 @@ def test_calls_are_made_again_for_other_tensors(gpu: None, p: float) -> None:
     torch.manual_seed(0)
     model = Attention().double()
     runs: list[tuple[dict[str, Tensor], Tensor, Mass]] = []
-    gt.plans().clear()
+    forget()
     seen = []
     for _ in range(4):
         ids = torch.randint(0, 11, (2, 6))
@@ -107,7 +108,7 @@ def test_a_tape_is_of_equal_maps_only(gpu: None) -> None:
     turned = taped(model, ids)[0]
     assert same_table(turned, untaped(model, ids))
     factors = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    gt.plans().clear()
+    forget()
     for factor in factors:  # another number each time: no tape is recorded again and again
         model.factor = factor
         kept = taped(model, ids)[1]
@@ -124,18 +125,18 @@ def test_one_tensor_twice_is_not_two_tensors(gpu: None) -> None:
     def mass(first: Tensor, second: Tensor) -> Mass:
         return gt.trace((leaf * first * second).sum(), names={"x": leaf}).mass("operators")
 
-    gt.plans().clear()
+    forget()
     for _ in range(3):
         mass(w, w)
     found = mass(w, x)
-    gt.plans().clear()
+    forget()
     assert same_table(found, mass(w, x))
 
 
 def test_a_tape_holds_no_tensor(gpu: None) -> None:
     torch.manual_seed(0)
     model, ids = Attention(), torch.randint(0, 11, (2, 6))
-    gt.plans().clear()
+    forget()
     for _ in range(3):
         _, kept = taped(model, ids)
     (tape,) = kept
@@ -192,7 +193,7 @@ def test_architectures(name: str, gpu: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, loss_of = ARCHITECTURES[name]()
-        gt.plans().clear()
+        forget()
         for _ in range(4):
             with torch.no_grad():
                 for weight in model.parameters():
@@ -202,7 +203,7 @@ def test_architectures(name: str, gpu: None) -> None:
                 loss = loss_of(model)
             trace = watch.trace(loss)
             found = trace.mass()
-        gt.plans().clear()
+        forget()
         assert same_table(watch.trace(loss).mass(), found)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradtrace.components.components import SUMS
 from gradtrace.components.module_parts import ModuleParts, Slices
 from gradtrace.components.operator_names import MOVES, SCALES, spoken
-from gradtrace.errors import UnknownName, did_you_mean
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, needs
 from gradtrace.ir.program import Block
 from gradtrace.pytorch.wrapped_modules import user_class
 from gradtrace.types import Shape
@@ -257,8 +257,10 @@ class SiteFinder:
 
     def _in_cycles(self, sites: Sequence[Site]) -> set[int]:
         """The sites that can be reached from themselves, by their numbers."""
-        import networkx  # here: it takes as long to import as all of gradtrace
-
+        try:
+            import networkx  # here: it takes as long to import as all of gradtrace
+        except ImportError as error:
+            raise GradtraceError(needs("an attribution graph", "networkx")) from error
         owner: dict[int, object] = {b: ("site", n) for n, s in enumerate(sites) for b in s.blocks}
         graph: Any = networkx.DiGraph()
         for number, block in enumerate(self.parts.program.blocks):

@@ -7,16 +7,12 @@ PyTorch alone takes seconds.
 
 from gradtrace.cli import (
     attribute,
-    bench,
     check,
     conflicts,
     decompose,
     demo,
     diagnose,
-    doctor,
-    experiment,
     influence,
-    ops,
     report,
     trace,
 )
@@ -25,17 +21,13 @@ from gradtrace.cli.app import app, main
 __all__ = [
     "app",
     "attribute",
-    "bench",
     "check",
     "conflicts",
     "decompose",
     "demo",
     "diagnose",
-    "doctor",
-    "experiment",
     "influence",
     "main",
-    "ops",
     "report",
     "trace",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Iterator
@@ -31,10 +32,6 @@ ORDER = (
     "decompose",
     "report",
     "check",
-    "experiment",
-    "bench",
-    "ops",
-    "doctor",
 )
 """The order of commands in the help."""
 
@@ -134,10 +131,18 @@ app = typer.Typer(
 
 
 def _version(wanted: bool) -> None:
+    """Print the versions, and which kernels and devices there are."""
     if wanted:
         import torch
 
-        print(f"gradtrace {gradtrace.__version__} (torch {torch.__version__})")
+        from gradtrace.kernels import instruction_set
+
+        kernels = instruction_set() or "not compiled: tracing is many times slower"
+        gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        print(f"gradtrace {gradtrace.__version__}")
+        print(f"torch {torch.__version__}, Python {platform.python_version()}")
+        print(f"CPU kernels: {kernels}")
+        print(f"CUDA devices: {', '.join(gpus) or 'none'}")
         raise typer.Exit
 
 
@@ -148,7 +153,12 @@ def options(
     ] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print versions, kernels and devices.",
+        ),
     ] = False,
 ) -> None:
     """Shows which modules the gradient flows through in a PyTorch model."""

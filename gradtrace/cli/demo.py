@@ -1,4 +1,4 @@
-"""``gradtrace demo``: the main features on embedded data."""
+"""``gradtrace demo``: finds bugs that were planted in a small network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 from typer import Option
 
 from gradtrace.cli.app import app, examples
-from gradtrace.cli.printing import Json, console, say, table, write, write_json
+from gradtrace.cli.printing import Json, console, table, write, write_json
+from gradtrace.errors import GradtraceError
 
 
 @app.command(epilog=examples("gradtrace demo", "gradtrace demo --out out/demo.html --json"))
@@ -16,14 +17,19 @@ def demo(
     out: Annotated[Path, Option(help="The HTML file to write.")] = Path("gradtrace-demo.html"),
     as_json: Json = False,
 ) -> None:
-    """Find what was planted in a network, let RNN, LSTM and GRU compete, write a report."""
-    from gradtrace.experiments import demo as demonstration
+    """Find bugs that were planted in a small network, and write the report of it."""
+    from gradtrace.cli.planted import look
 
-    found = demonstration.demo(out, say)
+    if out.is_dir():
+        raise GradtraceError(f"--out {str(out)!r} is a folder: give the name of a file to write")
+    found = look()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found.trace.report(out)
     if as_json:
-        write_json(found)
+        rows = [row._asdict() for row in found.rows]
+        write_json({"planted": rows, "diagnosis": found.diagnosis.to_dict(), "report": str(out)})
         return
-    screen = console()
-    screen.print(demonstration.verdict(found))
-    screen.print(table(demonstration.table(found)))
-    write(f"The report of this network, the diagnosis and the competition are in {out}")
+    right = sum(row.found.startswith(row.planted) for row in found.rows)
+    write(f"gradtrace found {right} of the {len(found.rows)} things that were planted.")
+    console().print(table([("question", "planted", "found", "seen"), *found.rows]))
+    write(f"The report of this network is in {out}")

@@ -52,6 +52,7 @@ _SWITCHES = tuple(
     str(Path(_TORCH, *at)) for at in (("autograd", "grad_mode"), ("utils", "_context"))
 )
 _OWN = str(Path(__file__).parents[1])
+_DEMO = str(Path(_OWN, "cli", "planted.py"))  # its network is like a user's
 _LIBRARIES = (_TORCH, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _KINDS: dict[int, tuple[int, CodeType]] = {}
 """By id of the code, which is kept, so that no other has its id: its hash is that of all its names
@@ -68,7 +69,7 @@ def _kind(code: CodeType) -> int:
             return SAMPLE
         return FUNCTION if code.co_name == "apply" and file.endswith("function.py") else TORCH
     if file.startswith(_OWN):
-        return USER if "experiments" in file[len(_OWN) :] else TORCH
+        return USER if file == _DEMO else TORCH
     outside = file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
     return LIBRARY if outside else USER
 

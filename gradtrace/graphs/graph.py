@@ -16,7 +16,7 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable, off_thread_calls, unknown
 from gradtrace.autodiff.nodes import ACCUMULATE, Node
 from gradtrace.autodiff.traversal import walk
-from gradtrace.errors import UnknownName, Unsupported
+from gradtrace.errors import GradtraceError, UnknownName, Unsupported, needs
 from gradtrace.graphs.operators import Edge, Operator
 from gradtrace.graphs.svg import draw
 from gradtrace.io import container
@@ -129,8 +129,10 @@ class Graph:
 
     def to_networkx(self) -> networkx.MultiDiGraph[int]:
         """The graph with an edge from each operator to each argument, keyed by position."""
-        import networkx
-
+        try:
+            import networkx
+        except ImportError as error:
+            raise GradtraceError(needs("to_networkx()", "networkx")) from error
         graph: networkx.MultiDiGraph[int] = networkx.MultiDiGraph()
         for o in self.operators:
             graph.add_node(

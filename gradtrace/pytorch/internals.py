@@ -4,7 +4,6 @@ Most of the autograd graph has no public interface. ``NAMES`` lists attributes t
 ``MEANINGS`` tests how they must behave; ``check`` tests both in under a millisecond, without a
 backward pass of PyTorch (which would start threads that a forked process cannot use). A torch in
 which something has changed is refused with an error that says what, before any number is computed.
-``gradtrace doctor`` goes further: it compares gradients, kernels and hooks with PyTorch's own.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ NAMES = {
     "utils.checkpoint._CheckpointFrame": "recomputing checkpoints with the kernels of a watch",
     "_C._has_mkldnn": "opening fused recurrent layers",
     "_C._get_mkldnn_enabled": "opening fused recurrent layers",
-    "_C._set_mkldnn_enabled": "experiments that must repeat to the bit",
     "_VF": "opening fused recurrent layers",
     "nn.Module._call_impl": "seeing the calls of modules",
     "_C.DisableTorchFunction": "gradient checks",

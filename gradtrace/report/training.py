@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import nan
+from itertools import pairwise
+from math import nan, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
-from gradtrace.profiling.summary import pace
-from gradtrace.profiling.trend_tests import medians
-from gradtrace.profiling.tuning import MIN_TREND_POINTS
 from gradtrace.report.model import Floats, Timing, Training
 from gradtrace.report.tuning import MAX_SHARES, MAX_TIMES
 from gradtrace.runs.history import History, StepRecord
+
+WARMUP_STEPS = 10
+"""Steps at the start of a run that are left out of the trend of its times."""
+
+MIN_TREND_STEPS = 10
+"""Fewer steps than this show no trend."""
+
+TREND_BLOCKS = 32
+"""A trend is that of the medians of so many blocks, which spikes do not move."""
 
 
 def training(history: History) -> Training | None:
@@ -76,16 +84,60 @@ def timing(history: History) -> Timing | None:
     step, seconds = history.timed, history.seconds
     if not seconds:
         return None
-    found = pace(seconds, (), {})
+    later = np.asarray(seconds[WARMUP_STEPS:], np.float64)
+    trend = _trend(later) if len(later) >= MIN_TREND_STEPS else None
     if len(step) > MAX_TIMES:
-        step, seconds = (medians(each, MAX_TIMES) for each in (step, seconds))  # type: ignore[assignment]
-    slope = found.trend.slope
+        step, seconds = (_medians(each, MAX_TIMES) for each in (step, seconds))  # type: ignore[assignment]
     return Timing(
         np.array(step, dtype=np.int32),
         np.array(seconds, dtype=np.float64),
-        found.verdict,
-        None if found.steps < MIN_TREND_POINTS else found.slower > 0,
-        slope.value,
-        slope.low,
-        slope.high,
+        _verdict(trend, later),
+        None if trend is None else trend.low > 0,
+        *(trend or (nan, nan, nan)),
     )
+
+
+class Trend(NamedTuple):
+    """The change of a time by each step, in seconds, and its interval of 95%."""
+
+    slope: float
+    low: float
+    high: float
+
+
+def _trend(seconds: Floats) -> Trend:
+    """The median of the slopes between all pairs of blocks (Theil and Sen), and Sen's interval,
+    widened for what neighbouring blocks have in common.
+    """
+    x, y = _medians(np.arange(len(seconds)), TREND_BLOCKS), _medians(seconds, TREND_BLOCKS)
+    later, earlier = np.tril_indices(len(y), -1)
+    slopes = np.sort((y[later] - y[earlier]) / (x[later] - x[earlier]))
+    middle, n = float(np.median(slopes)), len(y)
+    rest = y - middle * x
+    rest -= rest.mean()
+    shared = float(rest[1:] @ rest[:-1]) / (float(rest @ rest) or 1.0)
+    common = min(max(shared, 0.0), 0.9)
+    variance = n * (n - 1) * (2 * n + 5) / 18 * (1 + common) / (1 - common)
+    aside = round(1.96 * sqrt(variance) / 2)
+    low, high = (min(max(len(slopes) // 2 + a, 0), len(slopes) - 1) for a in (-aside, aside))
+    return Trend(middle, float(slopes[low]), float(slopes[high]))
+
+
+def _verdict(trend: Trend | None, seconds: Floats) -> str:
+    """Whether steps slow down, in a sentence."""
+    if trend is None:
+        return (
+            f"Too few steps to tell: {len(seconds)} after {WARMUP_STEPS} of warm-up, and at least "
+            f"{MIN_TREND_STEPS} are needed."
+        )
+    middle = float(np.median(seconds))
+    change = trend.slope * len(seconds) / middle if middle else 0.0
+    said = "slow down" if trend.low > 0 else "speed up" if trend.high < 0 else "do not slow down"
+    return f"Steps {said}: {middle * 1000:.3g} ms each, {change:+.1%} over {len(seconds):,} steps."
+
+
+def _medians(values: Sequence[float] | Floats, blocks: int) -> Floats:
+    """The medians of so many consecutive blocks of nearly equal length; fewer of short series."""
+    every = np.asarray(values, np.float64)
+    ends = np.linspace(0, len(every), min(blocks, len(every)) + 1).round().astype(int)
+    return np.array([np.median(every[i:j]) for i, j in pairwise(ends)])

@@ -26,7 +26,6 @@ from gradtrace.components.components import (
     ComponentSelection,
 )
 from gradtrace.components.series import alternatives
-from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
 from gradtrace.ir.optimise import optimise
 from gradtrace.ir.passes.entries import Entries, bits_by_component
 from gradtrace.ir.passes.provenance import NO_COMPONENTS, ProvenanceBounds, analyse_provenance
@@ -301,8 +300,8 @@ class PlanRow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plans(RowSequence[PlanRow], Tabular):
-    """The plans that are kept, the most recently used first; see ``gradtrace.plans``."""
+class Plans:
+    """The plans that are kept, the most recently used first."""
 
     rows: tuple[PlanRow, ...]
     hits: int
@@ -317,27 +316,6 @@ class Plans(RowSequence[PlanRow], Tabular):
     def device_bytes(self) -> int:
         """The memory of GPUs that all of them take."""
         return sum(row.device_bytes for row in self.rows)
-
-    def table(self) -> TextTable:
-        """One row for each structure."""
-        columns = (
-            *(TextColumn(name, "count") for name in PlanRow._fields[:6]),
-            TextColumn("new because"),
-            TextColumn("recorded because"),
-            TextColumn("in steps because"),
-        )
-        rows: list[tuple[object, ...]] = [row[:9] for row in self.rows]
-        if any(row.graphs or row.executed for row in self.rows):
-            names = TextColumn("graphs", "count"), TextColumn("bytes of the GPU", "count")
-            columns = (*columns, *names, TextColumn("no graph because"))
-            rows = [tuple(row) for row in self.rows]
-        title = f"Kept plans: {self.hits:,} of {self.hits + self.misses:,} losses had one"
-        return TextTable(title, columns, tuple(rows))
-
-    def clear(self) -> None:
-        """Forget all plans and recordings, and how often they were used."""
-        KEPT.clear()
-        RECORDINGS.clear()
 
 
 class PlanCache:
@@ -436,31 +414,10 @@ KEPT = PlanCache()
 """The plans of this process."""
 
 
-def plans() -> Plans:
-    """The plans that are kept for losses of the same structure.
-
-    The passes behind ``trace.influence`` read the structure of a loss alone: its operators, how
-    they are connected, shapes and dtypes. So the plan is kept, and a later loss of the same
-    structure uses it again. So does recording, if every operator is in the table of those whose
-    derivatives are known, and no hook stands on them. The table tells for each structure how many
-    losses used its plan and its recording, what memory it takes (none of it holds tensors), why it
-    was new, that is what was different from the last loss of the same parameters, why its last loss
-    was recorded anew, and why its plans are executed step by step: on the CPU the compiled library
-    executes most of them in one call, from the second loss on. On a GPU small passes are captured
-    as graphs of launches, which do hold memory of the GPU; the table tells how much.
-    ``gradtrace.plans().clear()`` forgets all.
-
-    >>> import torch, gradtrace as gt
-    >>> gt.plans().clear()
-    >>> model = torch.nn.Linear(3, 1)
-    >>> for batch in (2, 2, 5):
-    ...     with gt.watch(model) as watch:
-    ...         loss = model(torch.ones(batch, 3)).sum()
-    ...     table = watch.trace(loss).influence("operators")
-    >>> [(kept.hits, kept.replays, kept.missed) for kept in gt.plans()]
-    [(0, 0, 'SumBackward0: shape (5, 1), not (2, 1)'), (1, 1, 'its first loss')]
-    """
-    return KEPT.summary()
+def forget() -> None:
+    """Forget all plans and recordings, and how often they were used."""
+    KEPT.clear()
+    RECORDINGS.clear()
 
 
 def _spelling(components: Components) -> Hashable:

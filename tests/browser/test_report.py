@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import fresh
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ import gradtrace as gt
 from gradtrace.paths.paths import Path as Found
 
 from . import pages
-from .conftest import DESK, PHONE, Opener, Visit, chromium
+from .conftest import DESK, PHONE, Opener, Visit
 
 TABS = ("overview", "graph", "paths")
 
@@ -434,19 +433,6 @@ def test_a_long_graph_draws_only_what_is_seen(folder: Path, look: Opener) -> Non
         page.keyboard.press("-")
     visit.ready()
     assert nodes(visit) <= 1500
-
-
-def test_the_time_to_open_is_measured_on_every_tab(network: pages.Made) -> None:
-    """In a process of its own: a thread has one Playwright."""
-    pytest.importorskip("playwright")
-    if chromium() is None:
-        pytest.skip("there is no Chromium here")
-    code = (
-        "import sys, pathlib; from gradtrace.benchmarks.opening import opened; "
-        "print([(each.tab, each.nodes > 0) for each in opened(pathlib.Path(sys.argv[1]), 1)])"
-    )
-    done = fresh.python("-c", code, str(network.file), check=True)
-    assert eval(done.stdout) == [("overview", False), ("graph", True), ("paths", False)]
 
 
 # Paths -------------------------------------------------------------------------------------------

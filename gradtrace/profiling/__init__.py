@@ -1,1 +1,0 @@
-"""Detects growth of the time or memory of a loop's steps."""
