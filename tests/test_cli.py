@@ -217,7 +217,7 @@ def test_the_demo_finds_what_was_planted(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "found 4 of the 4" in result.stdout and str(out) in result.stdout
     assert "planted.py:" in result.stdout and ".detach()" in result.stdout
-    assert "output detached" in out.read_text(encoding="utf-8")
+    assert "gradtrace report" in out.read_text(encoding="utf-8")
     assert torch.equal(torch.get_rng_state(), before)
 
 
