@@ -210,15 +210,15 @@ def test_structures_are_forgotten() -> None:
     model = Branches()
     for batch in (2, 3, 4, 3):
         kept_in(cache, traced(model, torch.randn(batch, 4)))
-    assert len(cache.summary()) == 2 and cache.summary().hits == 1
+    assert len(cache.summary().rows) == 2 and cache.summary().hits == 1
     kept_in(cache, traced(model, torch.randn(2, 4)))
     assert cache.summary().misses == 4  # it had been forgotten
     small = PlanCache(steps=1)
     for batch in (2, 3):
         kept_in(small, traced(model, torch.randn(batch, 4)))
-    assert len(small.summary()) == 1  # the last stays, however large
+    assert len(small.summary().rows) == 1  # the last stays, however large
     small.clear()
-    assert not len(small.summary()) and not small.summary().bytes
+    assert not small.summary().rows and not small.summary().bytes
 
 
 def test_plans_hold_no_tensors() -> None:

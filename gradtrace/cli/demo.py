@@ -17,7 +17,7 @@ def demo(
     out: Annotated[Path, Option(help="The HTML file to write.")] = Path("gradtrace-demo.html"),
     as_json: Json = False,
 ) -> None:
-    """Find bugs that were planted in a small network, and write the report of it."""
+    """Find bugs that were planted in a small network."""
     from gradtrace.cli.planted import look
 
     if out.is_dir():

@@ -64,17 +64,6 @@ def parse(
         raise SchemaMismatch(f"is not JSON ({str(error)[:80]})") from None
 
 
-def parse_encodable(line: bytes, nan: bool = False) -> Any:
-    """Parse JSON whose text is written to pages: halves of surrogate pairs are refused."""
-    found = parse(line, nan=nan)
-    if b"\\ud" in line.lower():
-        try:
-            json.dumps(found, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            unfit("its text is no Unicode")
-    return found
-
-
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A dict of items; raises if a key occurs twice."""
     found = dict(pairs)

@@ -40,9 +40,6 @@ SUM_MAX_BITS = 20_000
 MAX_BATCHES = 10_000_000
 """The most batches of a data set."""
 
-MAX_CELLS = 100_000
-"""The most rows of a published experiment."""
-
 MAX_ROWS = 40
 """The most rows of a table that are shown."""
 

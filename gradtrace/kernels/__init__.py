@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradtrace.kernels import cpu_contraction, cpu_library
+from gradtrace.kernels import cpu_library
 from gradtrace.kernels.backend import Backend
 from gradtrace.kernels.cpu_backend import Cpu
 from gradtrace.kernels.cuda_backend import Cuda
@@ -33,7 +33,6 @@ __all__ = [
     "fetch_scalars",
     "instruction_set",
     "largest",
-    "survivors",
     "synchronise",
     "winner",
 ]
@@ -97,13 +96,6 @@ def allocated_bytes() -> int | None:
 def instruction_set() -> str:
     """The instruction set that the compiled CPU kernels use; empty without these."""
     return cpu_library.isa()
-
-
-def survivors(a: Matrices, b: Matrices) -> float | None:
-    """The fraction of k that the compiled CPU contraction cannot rule out by bounds; None without
-    it.
-    """
-    return None if cpu_library.library() is None else cpu_contraction.survivors(a, b)
 
 
 def summing(backend: Backend) -> Backend | None:
