@@ -71,8 +71,8 @@ def test_marks_are_the_paths_followed_one_by_one(rule: str, seed: int) -> None:
     assert {"left", "right", "blocks", "blocks.0", "embed", "out"} <= {row.name for row in table}
     for row in table:
         through, weight = counted(trace, row.name)
-        assert int(row.count.t) == through, row.name
-        assert float(row.gradient.t) == pytest.approx(weight)
+        assert row.through == through, row.name
+        assert float(row["|g| through"]) == pytest.approx(weight)
 
 
 @RULES
@@ -179,7 +179,7 @@ def test_labels_are_the_elements_that_paths_visit(rule: str) -> None:
         for step in path.steps:
             if step.operator == "LabelBackward" and names[step.index[1]]:
                 seen[names[step.index[1]]] += 1
-    assert {row.name: int(row.count.t) for row in table} == seen
+    assert {row.name: row.through for row in table} == seen
     assert seen == {"a": 12, "b": 4, "c": 4}  # a column of w feeds one slice
     assert int(table["a"].count.e) == 24
     assert table["a"].own == 0
@@ -193,7 +193,7 @@ def test_hundreds_of_components() -> None:
     table = watch.trace(loss).influence()
     assert len(table) == 93
     for n, row in enumerate(table):
-        assert int(row.count.t) == int(row.count.e) == 6 * n, row.name
+        assert row.through == row.eligible == 6 * n, row.name
 
 
 def test_default_without_modules_is_labels_or_operators() -> None:
@@ -364,8 +364,8 @@ def test_a_sample_of_all_elements_is_the_whole_table(rule: str, pairs: int) -> N
     for row, other in zip(trace.influence(), trace.influence(sample=10**6), strict=True):
         assert (row.name, row.own, row.unreached) == (other.name, other.own, other.unreached)
         assert row.count == other.count
-        assert float(row.gradient.t) == pytest.approx(float(other.gradient.t))
-        assert float(row.gradient.e) == pytest.approx(float(other.gradient.e))
+        assert float(row["|g| through"]) == pytest.approx(float(other["|g| through"]))
+        assert float(row["|g| eligible"]) == pytest.approx(float(other["|g| eligible"]))
 
 
 def test_a_sample_counts_as_many_elements_as_asked_for() -> None:
@@ -397,7 +397,7 @@ def test_every_leaf_of_a_recurrent_layer_is_counted(kind: type[nn.RNNBase], rule
     names = {"x": x, **dict(layer.named_parameters())}
     table = gt.trace(layer(x)[0].square().sum(), rule=rule, names=names).influence("operators")
     row = table["SumBackward0"]
-    assert row.count.e + row.unreached == sum(leaf.numel() for leaf in names.values())
+    assert row.eligible + row.unreached == sum(leaf.numel() for leaf in names.values())
 
 
 def test_a_module_with_a_larger_share_than_the_one_it_is_in_is_explained() -> None:

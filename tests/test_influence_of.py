@@ -89,7 +89,7 @@ def total(tables: list[Influence]) -> dict[str, tuple[object, ...]]:
     for table in tables:
         for row in table.rows:
             sums = found.setdefault(row.name, [0.0] * 5)
-            numbers = (row.count.t, row.count.e, row.unreached, row.own, row.gradient.t)
+            numbers = (row.through, row.eligible, row.unreached, row.own, row["|g| through"])
             for n, number in enumerate(numbers):
                 sums[n] += float(number)
     return {name: tuple(sums) for name, sums in found.items()}

@@ -165,8 +165,8 @@ def test_a_sample_of_everything_has_no_error(pairs: bool) -> None:
     exact, whole = trace.influence(), trace.influence(sample=105)
     for row, other in zip(exact, whole, strict=True):
         assert row.count == other.count
-        over_pairs = row.count.error(exact.pairs)
-        assert other.count.error(whole.pairs) == (over_pairs if pairs else 0.0) or not row.count.e
+        over_pairs = ROWERR(exact.pairs)
+        assert other.count.error(whole.pairs) == (over_pairs if pairs else 0.0) or not row.eligible
 
 
 def test_the_error_of_a_share_by_hand() -> None:
