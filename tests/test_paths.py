@@ -1509,7 +1509,10 @@ def test_leaves_that_share_a_gradient_tensor() -> None:
     assert trace.path("a", 0).name == "a"
     assert trace.path("b", 0).name == "b"
     assert sorted(p.name for p in trace.paths(sample=9)) == ["a", "b"]
-    assert {p.name for p in gt.testing.enumerate_paths((a + b).sum(), names={"a": a, "b": b})} == {"a", "b"}
+    assert {p.name for p in gt.testing.enumerate_paths((a + b).sum(), names={"a": a, "b": b})} == {
+        "a",
+        "b",
+    }
     assert [row.through for row in trace.influence("arguments")] == [1, 1]
 
 
