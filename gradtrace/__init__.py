@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradtrace import errors, semirings, testing
-    from gradtrace.api import backward, enumerate_paths, graph, program, trace
+    from gradtrace.api import backward, graph, program, trace
     from gradtrace.autodiff.labels import label
     from gradtrace.distributed.dataset_decompose import decompose
     from gradtrace.distributed.dataset_influence import influence
@@ -34,7 +34,6 @@ __all__ = [  # noqa: RUF022  # plainly sorted
     "backward",
     "check",
     "decompose",
-    "enumerate_paths",
     "errors",
     "graph",
     "influence",
@@ -56,7 +55,6 @@ _HOMES = {
     "backward": "api",
     "check": "tools.gradcheck",
     "decompose": "distributed.dataset_decompose",
-    "enumerate_paths": "api",
     "graph": "api",
     "influence": "distributed.dataset_influence",
     "label": "autodiff.labels",

@@ -9,7 +9,6 @@ from torch import Tensor
 from gradtrace.autodiff.names import Gradients
 from gradtrace.graphs.graph import Graph
 from gradtrace.ir.program import Program
-from gradtrace.paths.paths import Paths
 from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.session import Session
@@ -123,7 +122,6 @@ def trace(
     loss: Tensor,
     *,
     rule: str = "greedy",
-    granularity: str = "scalar",
     names: Mapping[str, Tensor] | None = None,
     nonfinite: str = "raise",
     dense_limit: int = DENSE_MAX_ENTRIES,
@@ -152,15 +150,12 @@ def trace(
     edge MulBackward0 2.0
     viterbi NegBackward0 -5.0
 
-    With ``granularity="operator"`` whole tensors are followed instead of their elements: from every
-    tensor to the user that handed back the largest ``Σ |element|`` (``"edge"``: along one of its
-    outputs). A vector of losses is traced as separate pairs of input and target, one for each loss.
+    A vector of losses is traced as separate pairs of input and target, one for each loss.
 
     Args:
         loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
             ``retain_graph=True``.
         rule: Which path an element gets, as above.
-        granularity: ``"scalar"`` follows elements, ``"operator"`` whole tensors.
         names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
         nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite; ``"raise"``
             does not.
@@ -168,7 +163,7 @@ def trace(
             as.
 
     Returns:
-        The trace, which answers ``path``, ``influence``, ``decompose``, ``choices`` and the rest.
+        The trace, which answers ``path``, ``influence``, ``decompose`` and the rest.
 
     >>> import torch, gradtrace
     >>> x = torch.tensor(3.0, requires_grad=True)
@@ -179,38 +174,6 @@ def trace(
     return Session(names).trace(
         loss,
         rule=rule,
-        granularity=granularity,
         nonfinite=nonfinite,
         dense_limit=dense_limit,
     )
-
-
-def enumerate_paths(
-    loss: Tensor,
-    *,
-    names: Mapping[str, Tensor] | None = None,
-    limit: int = 10_000,
-    zeros: bool = False,
-) -> Paths:
-    """All paths of a small graph from every leaf element to the loss, with their weights.
-
-    The sum of the weights of an element's paths is its gradient: back-propagation without dynamic
-    programming, for teaching and for checks. Their number grows exponentially.
-
-    Args:
-        loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
-            ``retain_graph=True``.
-        names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
-        limit: The most paths; more raise an error.
-        zeros: Whether paths of weight 0 are listed, too.
-
-    Returns:
-        All paths; ``total()`` adds their weights up.
-
-    >>> import torch, gradtrace
-    >>> x = torch.tensor(3.0, requires_grad=True)
-    >>> paths = gradtrace.enumerate_paths(x * x, names={"x": x})
-    >>> [path.weight for path in paths], paths.total()
-    ([3.0, 3.0], 6.0)
-    """
-    return Session(names).trace(loss).enumerate(limit, zeros)

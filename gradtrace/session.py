@@ -180,7 +180,6 @@ class Session:
         loss: Tensor,
         *,
         rule: str = "greedy",
-        granularity: str = "scalar",
         nonfinite: str = "raise",
         dense_limit: int = DENSE_MAX_ENTRIES,
     ) -> Trace:
@@ -190,7 +189,6 @@ class Session:
             loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
                 ``retain_graph=True``.
             rule: ``"greedy"``, ``"edge"`` or ``"viterbi"``.
-            granularity: ``"scalar"`` follows elements, ``"operator"`` whole tensors.
             nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite;
                 ``"raise"`` does not.
             dense_limit: The most entries of a matrix that an operator without a rule may be written
@@ -201,8 +199,7 @@ class Session:
         """
         _one_of("nonfinite", nonfinite, "raise", "allow")
         _one_of("rule", rule, *RULES)
-        _one_of("granularity", granularity, "scalar", "operator")
-        found = self._traced(loss, rule, granularity, nonfinite, dense_limit)
+        found = self._traced(loss, rule, nonfinite, dense_limit)
         self._warn_of_unwatched(loss)
         found._diagnosis = self._diagnosis_of(loss, found)
         return found
@@ -228,7 +225,6 @@ class Session:
         self,
         loss: Tensor,
         rule: str = "greedy",
-        granularity: str = "scalar",
         nonfinite: str = "raise",
         dense_limit: int = DENSE_MAX_ENTRIES,
     ) -> Trace:
@@ -242,8 +238,8 @@ class Session:
         if not loss.numel():
             raise NotScalar("the loss is an empty vector; there is nothing to trace")
         seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
-        opaque, keep = granularity == "operator", kept_gradient_bytes(table, loss.device)
-        program = self._recorded(loss, seed, "kahn", dense_limit, opaque, keep)
+        keep = kept_gradient_bytes(table, loss.device)
+        program = self._recorded(loss, seed, "kahn", dense_limit, keep)
         named, aliases = _named([(leaf.tensor, leaf) for leaf in program.leaves], table, loss)
         gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, aliases)
         if nonfinite == "raise":
@@ -254,7 +250,7 @@ class Session:
             except NonFinite as error:
                 raise NonFinite(f"{error}{self._origin_of(loss)}") from None
         names = {leaf.value: name for name, leaf in named.items()}
-        found = (program, gradients, rule, granularity, loss.numel(), self._classes(), names)
+        found = (program, gradients, rule, loss.numel(), self._classes(), names)
         return Trace(*found, model=self.model, unseen=self._unseen(loss, names.values(), aliases))
 
     def _unseen(self, loss: Tensor, leaves: Names, aliases: Mapping[str, str]) -> tuple[str, ...]:

@@ -290,8 +290,10 @@ class Table:
     @property
     def heading(self) -> str:
         """The title, with the number of losses if there are several."""
-        losses = self.about.get("losses", 1)
-        return printable(f"{self.title} ({losses:,} losses)" if losses > 1 else self.title)
+        if (losses := self.about.get("losses", 1)) == 1:
+            return printable(self.title)
+        title, end = self.title, f"{losses:,} losses)"
+        return printable(f"{title[:-1]}, {end}" if title.endswith(")") else f"{title} ({end}")
 
     def text(self, limit: int | None = MAX_ROWS, width: int = CELL_WIDTH) -> str:
         """Aligned lines, as ``print`` shows them.

@@ -1,8 +1,8 @@
-"""``check_semiring``: tests a user's semiring for every law and every overridden method."""
+"""``check_semiring`` tests a user's semiring; ``enumerate_paths`` lists all paths, for teaching."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.errors import GradtraceError
+from gradtrace.paths.every_path import every_path
+from gradtrace.paths.paths import Paths
 from gradtrace.semirings import Semiring, Value
 
 SIMPLE = (1.0, 2.0, 0.0, -1.0, -2.0, 3.0, 0.5)
@@ -202,3 +205,37 @@ class _Check:
 
 def _text(weights: Tensor) -> str:
     return " ⊕ ".join(" ⊗ ".join(f"lift({w:g})" for w in term) for term in weights.tolist())
+
+
+def enumerate_paths(
+    loss: Tensor,
+    *,
+    names: Mapping[str, Tensor] | None = None,
+    limit: int = 10_000,
+    zeros: bool = False,
+) -> Paths:
+    """All paths of a small graph from every leaf element to the loss, with their weights.
+
+    The sum of the weights of an element's paths is its gradient: back-propagation without dynamic
+    programming, for teaching and for checks. Their number grows exponentially.
+
+    Args:
+        loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
+            ``retain_graph=True``.
+        names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
+        limit: The most paths; more raise an error.
+        zeros: Whether paths of weight 0 are listed, too.
+
+    Returns:
+        All paths; ``total()`` adds their weights up.
+
+    >>> import torch, gradtrace.testing
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> paths = gradtrace.testing.enumerate_paths(x * x, names={"x": x})
+    >>> [path.weight for path in paths], paths.total()
+    ([3.0, 3.0], 6.0)
+    """
+    from gradtrace.session import Session  # imports PyTorch's graph, which semirings do without
+
+    trace = Session(names).trace(loss)
+    return isolated()(every_path)(trace, limit, zeros)

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
 
 from gradtrace import report as reports
 from gradtrace.autodiff.loss_checks import isolated
-from gradtrace.components.components import Components, spelt
-from gradtrace.errors import GradtraceError, TooLarge
+from gradtrace.components.components import Components
+from gradtrace.errors import GradtraceError
 from gradtrace.flow import Flow, begin, flow_of
-from gradtrace.ir import interpreter, memory
+from gradtrace.ir import memory
 from gradtrace.measures.decompose import decomposed, possible
 from gradtrace.measures.decomposition import Decomposition
-from gradtrace.measures.measures import Measures, positive
-from gradtrace.measures.table_source import TraceSource
-from gradtrace.paths.paths import Builder, Path, Paths, sampled
-from gradtrace.paths.tensor_paths import TensorPaths
+from gradtrace.measures.mass import Mass, mass_of
+from gradtrace.paths.paths import Path, Paths, sampled
 from gradtrace.report import attribution as attributed
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
-from gradtrace.semirings import Count
-from gradtrace.tracing.counting import Leaves, chosen_components, component_finder, influence_of
-from gradtrace.tracing.influence import Influence, checked_weight
-from gradtrace.tracing.traced_program import indices
+from gradtrace.table import Table
+from gradtrace.tracing.counting import (
+    Leaves,
+    Sample,
+    component_finder,
+    influence_of,
+    positive,
+    selected,
+)
+from gradtrace.tracing.coverage import coverage_of
+from gradtrace.tracing.traced_program import TracedProgram, indices
 
 
 @dataclass
-class Trace(Measures):
+class Trace(TracedProgram):
     """The paths behind a loss.
 
     ``gradients`` are those of autograd, by name; ``rule`` is ``"greedy"``, ``"edge"`` or
@@ -45,7 +50,6 @@ class Trace(Measures):
 
     _diagnosis: Mapping[str, Any] | None = field(default=None, repr=False)  # leads the report
     # Results, which copies with another rule do not share:
-    asked: dict[str, Influence] = field(default_factory=dict, init=False, repr=False)
     _views: dict[tuple[object, ...], reports.View] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -74,8 +78,6 @@ class Trace(Measures):
         (4.0, 8.0, ['MulBackward0', 'SumBackward0'])
         """
         builder = self.builder(pair)
-        if self.granularity == "operator":
-            return self._tensor_path(name, index, builder)
         value, element = self.element(name, index)
         start = {value: torch.tensor([element], device=self.device)}
         (path,) = builder.followed(start, self.rule)
@@ -119,11 +121,6 @@ class Trace(Measures):
             The paths, heaviest first, or the sampled ones.
         """
         builder = self.builder(pair)
-        if self.granularity == "operator":
-            raise GradtraceError(
-                "at operator granularity a leaf has one path: trace.path(name); for the paths of "
-                "elements trace with granularity='scalar'"
-            )
         if sample is not None:
             leaves = self.leaves.values() if name is None else [self.leaf(name)]
             sizes = {leaf.value: leaf.tensor.numel() for leaf in leaves}
@@ -146,125 +143,130 @@ class Trace(Measures):
             f"Largest paths of {name}",
         )
 
-    def _tensor_path(self, name: str, index: int | Sequence[int], builder: Builder) -> Path:
-        value = self.leaf(name).value
-        if indices(index):
-            raise GradtraceError(
-                f"at operator granularity {name} is followed as a whole: trace.path({name!r})"
-            )
-        chain = TensorPaths(self.program, self.rule, builder.follower.seed).chain(value)
-        if not chain.links:
-            raise GradtraceError(f"{name} has no path: its gradient is 0 everywhere")
-        return builder.coarse(value, chain.links)
-
-    @isolated()
-    def enumerate(self, limit: int = 10_000, zeros: bool = False) -> Paths:
-        """All paths from every leaf element to the loss; see ``gradtrace.enumerate_paths``.
-
-        Args:
-            limit: The most paths; more raise an error.
-            zeros: Whether paths of weight 0 are listed, too.
-
-        Returns:
-            All paths.
-        """
-        builder = self.builder(0)
-        too_many = TooLarge(
-            f"there are more than {limit:,} paths; raise limit, or take a smaller graph. "
-            "gradtrace.backward(loss, gradtrace.semirings.COUNT) tells how many there are"
-        )
-        counts = interpreter.run(self.program, Count(log=True)).values()  # before listing any
-        if sum(2.0 ** min(float(n), 999.0) for c in counts for n in c.reshape(-1)) > limit:
-            raise too_many
-        found: list[Path] = []
-        for leaf in self.leaves.values():
-            for element in range(leaf.tensor.numel()):
-                for edges in builder.follower.every(leaf.value, element, zeros):
-                    if len(found) == limit:
-                        raise too_many
-                    found.append(builder.path(leaf.value, element, edges))
-        return Paths(tuple(found), "All paths")
-
     # Influence and flow ---------------------------------------------------------------------------
 
     @isolated()
     def influence(
         self,
-        components: Components = None,
-        weight: str = "count",
+        by: Components = "modules",
         *,
         of: Leaves | None = None,
         index: int | Sequence[int] | None = None,
-        sample: int | None = None,
-        leaf_rows: float | None = None,
+        sample: Sample = "auto",
         seed: int = 0,
-    ) -> Influence:
+    ) -> Table:
         """The share of parameter elements whose paths pass through each component, as a table.
 
+        ``share`` is ``through / eligible``: eligible are the elements outside a component that have
+        a path and could pass through it, through those whose paths do; ``weighted`` weighs every
+        element by its |gradient|. ``unreached`` could pass, but have no path, as all their
+        contributions are 0; ``own`` is the number of the component's own elements, which are left
+        out. What every path passes that could is in series: its share is 1 by definition. The table
+        is ordered by information, ``eligible × entropy of the share``; those in series are last.
+
         Args:
-            components: None (every module, with its submodules), ``"classes"``, ``"operators"``,
-                ``"labels"`` (``gradtrace.label``), ``"arguments"`` (which argument of a sum or a
-                concatenation), ``"heads"``, ``"experts"``, ``"layers"`` or ``"steps"`` (parts of
-                modules; see ``gradtrace.components.module_parts``), a list of module names or
-                patterns, or ``{group: names}``. A name is a module's, or begins with ``class:``,
-                ``operator:``, ``label:``, ``argument:``, ``head:``, ``expert:``, ``layer:`` or
-                ``step:``.
-            weight: ``"count"``: every element counts 1; ``"gradient"``: its |gradient|.
+            by: ``"modules"`` (each with its submodules), ``"layers"``, ``"heads"``, ``"experts"``,
+                ``"steps"`` (see ``gradtrace.components.module_parts``), ``"forks"`` (the branches
+                of sums, products and concatenations: of the elements that could take at least two
+                and come there, the share that takes each), ``"labels"`` (``gradtrace.label``),
+                ``"operators"``; a name or pattern (``"encoder.*"``), a class (``nn.Linear``), a
+                list of these, or ``{group: names}``. Every name that a table prints is one.
             of: Leaves to trace alone, by name, pattern or module: ``"embed.weight"``,
                 ``"encoder.*"``, ``["embed", "out.bias"]``.
             index: Of one element of that leaf: for how many of the losses its path passes each
                 component.
             sample: Follow the paths of that many random elements only; for large models that costs
-                little more than recording did.
-            leaf_rows: Compute all values, but count only some rows of large weights: a part of them
-                (1/16), or so many.
+                little more than recording did. None: count all. ``"auto"``: 10,000 of more than 20
+                million; the table says so.
             seed: Draws the same elements for the same number, on every device.
 
         Returns:
-            The table; of a sample, with standard errors (``table.errors``).
+            The table; of a sample, or of several losses, with standard errors.
 
         >>> import torch, gradtrace as gt
         >>> x, y = torch.tensor([3.0, 4.0], requires_grad=True), torch.ones(2, requires_grad=True)
-        >>> trace = gt.trace(torch.stack([(x * y).sum(), x.exp().sum()]), names={"x": x, "y": y})
-        >>> trace.influence("operators", of="x", index=1)["MulBackward0"]  # for 1 of 2 losses
-        Row('MulBackward0', through=1, eligible=2, share=0.5, weighted=0.01799, unreached=0, own=0)
+        >>> table = gt.trace((x * y).sum() + x.exp().sum(), names={"x": x, "y": y}).influence()
+        >>> row = table["ExpBackward0"]
+        >>> row.through, row.eligible, row.share
+        (2, 2, 1.0)
         """
         self.check_unchanged()
-        by, components = checked_weight(weight), None if components is None else spelt(components)
-        chosen = chosen_components(self, components)
-        drawn = None if sample is None else (positive("sample", sample), seed)
-        rows = None if leaf_rows is None else (leaf_rows, seed)
-        table = influence_of(self, chosen, of, index, drawn, rows).by(by)
-        kind = components if isinstance(components, str) else ""
-        exact = table.measured is None
-        table = replace(table, kind=kind, source=TraceSource(self, components, of, exact))
-        if isinstance(components, str) and of is None and drawn is None and rows is None:
-            self.asked[components] = table
-        return table
+        return influence_of(self, by, of, index, sample, seed)
 
     @isolated()
-    def decompose(self, components: Components = None) -> Decomposition:
+    def decompose(self, by: Components = "modules") -> Decomposition:
         """The gradient through each component, over all paths: ``g = g_through + g_around``.
 
         Exact and signed, whatever the trace's rule. A path that enters one many times passes it
         once. It costs at most a backward pass for each component. See ``Decomposition``.
 
         Args:
-            components: Modules, groups or kinds of parts, as for ``Trace.influence``.
+            by: Components, as for ``Trace.influence``.
 
         Returns:
             The gradient by component, see ``Decomposition``.
 
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
-        >>> split = gt.trace((x.exp() + 3 * x).sum(), names={"x": x}).decompose("arguments")
-        >>> split.gradient("add[1] from MulBackward0", "x")
+        >>> split = gt.trace((x.exp() + 3 * x).sum(), names={"x": x}).decompose("forks")
+        >>> split.gradient("add/mul", "x")
         tensor([3., 3.])
         >>> round(sum(split.shares.values()), 6)
         1.0
         """
         self.check_unchanged()
-        return possible(decomposed(self, component_finder(self).choose(components)))
+        return possible(decomposed(self, component_finder(self).choose(by)))
+
+    @isolated()
+    def mass(self, by: Components = "modules", p: float = 1.0) -> Mass:
+        """The share of the mass of all paths, ``Σ |weight|**p``, that passes each component.
+
+        All paths count, each by its weight. See ``Mass`` for what is divided by what.
+
+        Args:
+            by: Components, as for ``Trace.influence``.
+            p: Power of the weights; the larger, the more the heaviest paths count.
+
+        Returns:
+            The table of shares.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> loss = (3 * x).exp().log() + x.sin()
+        >>> table = gt.trace(loss, names={"x": x}).mass("forks")
+        >>> {name: round(share, 4) for name, share in table.shares.items()}
+        {'add/log': 0.8782, 'add/sin': 0.1218}
+        """
+        self.check_unchanged()
+        return mass_of(self, by, p)
+
+    @isolated()
+    def coverage(self, sample: int = 1000, seed: int = 0, *, of: Leaves | None = None) -> Table:
+        """What part of its element's gradient a path carries, signed: ``weight / gradient`` of a
+        random sample of elements (and of at most 8 losses).
+
+        It is 1 for an element with a single path; negative if the path has the opposite sign, and
+        above 1 if other paths cancel some of it. A note says for which share of the elements the
+        three rules choose the same path.
+
+        Args:
+            sample: How many elements; all of them, if there are fewer.
+            seed: Draws the same elements for the same number, on every device.
+            of: Leaves to look at alone, by name, pattern or module, as for ``influence``.
+
+        Returns:
+            A row for all elements and one for each leaf: the median, the quartiles, and the shares
+            of paths of the opposite sign and of elements whose gradient cancels to 0.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> found = gt.trace((x * x + 2 * x).sum(), names={"x": x}).coverage()
+        >>> found["all"].lower, found["all"].median  # 3 of 8, and 4 of 10
+        (0.38125, 0.3875)
+        """
+        self.check_unchanged()
+        part = self if of is None else selected(self, of)
+        return coverage_of(part, positive("sample", sample), seed)
 
     def flow(self) -> Flow:
         """Gradient magnitude along depth, per module, and a diagnosis in names: whether it
@@ -296,12 +298,8 @@ class Trace(Measures):
             seed: Draws the same elements for the same number, on every device.
         """
         view = self._view(sample, seed)
-        asked = {kind: each for kind, each in self.asked.items() if each.rule == self.rule}
-        tables = {"": self.influence(), **asked}
-        tables = {kind: replace(each, measured=each.coverage) for kind, each in tables.items()}
-        coarse = self.granularity == "operator"
-        paths = [] if coarse else list(self.paths(sample=sample, seed=seed))
-        saving.save(path, self, view, tables, self.flow(), paths)
+        paths = list(self.paths(sample=sample, seed=seed))
+        saving.save(path, self, view, {"": self.influence()}, self.flow(), paths)
 
     @isolated()
     def report(
@@ -345,7 +343,7 @@ class Trace(Measures):
     def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
         """The data of a report; cached, so it is available after an optimiser's step."""
         drawn = (positive("sample", sample), seed, small)
-        key = (self.rule, self.granularity, *drawn)
+        key = (self.rule, *drawn)
         if key not in self._views:
             self._views[key] = view_of(self, *drawn, self._diagnosis)
         return self._views[key]

@@ -136,7 +136,7 @@ def measures_of(traced: Trace, pairs: bool) -> dict[str, Any]:
         floats[f"coverage {rule}"] = list(ruled.coverage().parts)
     if not pairs:
         found = traced.choices(("paths", "gradient", "mass"), every=True)
-        counts["choices"] = [(row.fork, row.branch, int(row.count.t)) for row in found]
+        counts["choices"] = [(row.fork, row.branch, row.through) for row in found]
         floats["choices"] = [share for row in found for share in row.others.values()]
         counts["agreement"] = list(traced.agreement(COMPONENTS).same_path.values())
     return {"floats": floats, "counts": counts}

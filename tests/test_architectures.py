@@ -70,8 +70,8 @@ def test_all_rules_trace(name: str) -> None:
             table = trace.influence()
             if rule == RULES[list(ARCHITECTURES).index(name) % 3]:
                 assert str(table).count("\n") >= min(len(table), 40)
-            assert all(0 <= row.count.t <= row.count.e for row in table)
-            assert any(row.count.t for row in table)
+            assert all(0 <= row.through <= row.eligible for row in table)
+            assert any(row.through for row in table)
             paths = trace.paths(sample=few(20, 40))
             assert len(paths) > few(5, 10)
             agree(trace, paths)

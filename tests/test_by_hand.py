@@ -283,7 +283,7 @@ def test_tanh_network_influence(tanh_net: Any, rule: str) -> None:
     """
     watch, loss = tanh_net
     table = watch.trace(loss, rule=rule).influence()
-    found = {row.name: (int(row.count.t), int(row.count.e), row.own) for row in table}
+    found = {row.name: (row.through, row.eligible, row.own) for row in table}
     assert found == {"hidden": (4, 4, 9), "squash": (13, 13, 0), "out": (13, 13, 8)}
     assert table.shares == table.by("gradient").shares == {"hidden": 1, "squash": 1, "out": 1}
 
@@ -367,7 +367,7 @@ def test_scalar_rnn_carrier(name: str, rule: str) -> None:
         assert [s.index for s in path.steps if s.operator == "LabelBackward"] == [(step,)]
         assert path.operators.count("TanhBackward0") == 5 - step
     table = trace.influence("labels")
-    through = {row.name: (int(row.count.t), int(row.count.e)) for row in table}
+    through = {row.name: (row.through, row.eligible) for row in table}
     # the first state never passes by a slice of w or u, so only w, or u, could
     assert through == {
         **{f"recur {t}": (int(t == wanted[0]), 1) for t in range(5)},
@@ -375,7 +375,7 @@ def test_scalar_rnn_carrier(name: str, rule: str) -> None:
     }
     early = {"early": ["label:recur 0", "label:recur 1", "label:read 0", "label:read 1"]}
     (row,) = trace.influence(early)
-    assert (int(row.count.t), int(row.count.e)) == (sum(t < 2 for t in wanted), 2)
+    assert (row.through, row.eligible) == (sum(t < 2 for t in wanted), 2)
 
 
 class PairRnn:
@@ -627,7 +627,7 @@ def test_residual_chain_largest_is_all_skip(rule: str) -> None:
         assert path.weight == near(CALM.tanh[n][0])
     table = trace.influence([f"{n}.branch" for n in range(6)])
     for n, row in enumerate(table):  # those before could: x and w_0 .. w_{n-1}; none does
-        assert (int(row.count.t), int(row.count.e), row.own) == (0, n + 1, 1)
+        assert (row.through, row.eligible, row.own) == (0, n + 1, 1)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -650,11 +650,11 @@ def test_residual_chain_influence_of_branches(rule: str) -> None:
         ]
         takers = [e for e, layers in TAKEN.items() if n in layers]
         row = table[f"{n}.branch"]
-        assert (int(row.count.t), int(row.count.e)) == (len(takers) * (n + 1), 4 * (n + 1))
-        assert row.gradient.share == near(sum(size[e] for e in takers) / sum(size))
+        assert (row.through, row.eligible) == (len(takers) * (n + 1), 4 * (n + 1))
+        assert row.weighted == near(sum(size[e] for e in takers) / sum(size))
         assert (row.own, row.unreached) == (4, 0)
         whole = table[str(n)]  # the sum is in the block: every path passes by
-        assert (int(whole.count.t), int(whole.count.e)) == (4 * (n + 1), 4 * (n + 1))
+        assert (whole.through, whole.eligible) == (4 * (n + 1), 4 * (n + 1))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -667,12 +667,12 @@ def test_residual_chain_arguments(rule: str) -> None:
         takers = sum(n in layers for layers in TAKEN.values())
         skip = table[f"{n}.add[0] from {n - 1 if n else 'x'}"]
         branch = table[f"{n}.add[1] from {n}.branch"]
-        assert (int(skip.count.t), int(skip.count.e)) == ((4 - takers) * (n + 1), 4 * (n + 1))
-        assert (int(branch.count.t), int(branch.count.e)) == (takers * (n + 1) + 4, 4 * (n + 2))
+        assert (skip.through, skip.eligible) == ((4 - takers) * (n + 1), 4 * (n + 1))
+        assert (branch.through, branch.eligible) == (takers * (n + 1) + 4, 4 * (n + 2))
     picked = watch.trace(loss, rule=rule).influence({"skips": "argument:*[[]0] from *"})
     (row,) = picked
     # w_5 comes to no skip, and w_4[3] goes by branch 4 and branch 5; all others, by a skip or more
-    assert (int(row.count.t), int(row.count.e)) == (23, 24)
+    assert (row.through, row.eligible) == (23, 24)
 
 
 # One operator, and a fork behind it --------------------------------------------------------------
@@ -976,7 +976,7 @@ def test_operator_influence(operator: Operator, rule: str) -> None:
     found = [at for row in rows if (at := operator.chosen(rule, row))]
     a, b, c = ([n for *_, n in found].count(side) for side in range(3))
     missing = len(rows) - len(found)
-    assert [(int(row.count.t), int(row.count.e), row.unreached) for row in table] == [
+    assert [(row.through, row.eligible, row.unreached) for row in table] == [
         (through, len(found), missing) for through in (a + b, c, a, b)
     ]
 
@@ -1083,7 +1083,7 @@ def test_cross_entropy_paths(rule: str) -> None:
     table = trace.influence("labels")
     for b in range(4):
         row = table[f"sample {b}"]
-        assert (int(row.count.t), int(row.count.e)) == (carriers.count(b), 15 + 9)
+        assert (row.through, row.eligible) == (carriers.count(b), 15 + 9)
         assert row.unreached == 3
 
 
@@ -1178,8 +1178,8 @@ def test_softmax_over_50_000_classes(rule: str, sizes: Largest) -> None:
         assert path.weight == pytest.approx(weight, rel=1e-3)
         assert float(most[i]) == pytest.approx(abs(weight), rel=1e-3)
     own = sum(i % 3 == 0 for i in range(n))
-    assert {row.name: int(row.count.t) for row in table} == {"others": own, "seven": n - own}
-    assert {int(row.count.e) for row in table} == {n}
+    assert {row.name: row.through for row in table} == {"others": own, "seven": n - own}
+    assert {row.eligible for row in table} == {n}
     # every class whose c is not 0 is a path; class 7 (7 % 3 = 1) was one of them anyway
     assert set(count.tolist()) == {float(sum(i % 3 < 2 for i in range(n)))}
 
@@ -1219,7 +1219,7 @@ def test_cross_entropy_over_50_257_words(rule: str, sizes: Largest) -> None:
             ("NllLossBackward0", ()),
         ]
     # all but the three targets: column 0 by token 1 (|−2|, before token 2's 2), column 1 by token 0
-    assert {row.name: int(row.count.t) for row in table} == {
+    assert {row.name: row.through for row in table} == {
         "token 0": n - 3 + 2,
         "token 1": n - 3 + 2,
         "token 2": 2,

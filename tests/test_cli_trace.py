@@ -207,8 +207,8 @@ def test_the_numbers_are_those_of_a_watch(script: Path) -> None:
         data = traced(script, name, "--path", "embed.weight[1,2]")
         found = {row["component"]: row for row in data["influence"]}
         for row in trace.influence():
-            assert found[row.name]["through"] == row.count.t
-            assert found[row.name]["eligible"] == row.count.e
+            assert found[row.name]["through"] == row.through
+            assert found[row.name]["eligible"] == row.eligible
         path = trace.path("embed.weight", (1, 2))
         assert data["paths"][0]["weight"] == pytest.approx(path.weight)
         assert [step["operator"] for step in data["paths"][0]["steps"][1:]] == path.operators

@@ -103,7 +103,7 @@ def test_tables_are_the_same(
     assert found == trace.influence()  # all of the marks, counted in the same order
     for row, other in zip(found, whole):
         assert row.count == other.count and row.unreached == other.unreached
-        assert float(row.gradient.t) == pytest.approx(float(other.gradient.t), rel=1e-6)
+        assert float(row["|g| through"]) == pytest.approx(float(other["|g| through"]), rel=1e-6)
 
 
 def test_sums_of_pieces_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

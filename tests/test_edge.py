@@ -93,7 +93,7 @@ def test_elements_whose_users_all_cancel_have_a_path(users: int) -> None:
         trace = gt.trace(loss, names={"x": x}, rule=rule)
         consistent(trace, {0: 2})
         row = trace.influence("operators")[mm(trace)]
-        assert (row.count.t, row.unreached) == (reached, 2 - reached)
+        assert (row.through, row.unreached) == (reached, 2 - reached)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])

@@ -92,8 +92,8 @@ def test_tables_are_whole_and_close_to_those_of_float32(name: str, rule: str) ->
     table, exact = trace.influence(), traced(torch.float32, rule=rule).trace.influence()
     every = sum(p.numel() for p in model.parameters())
     for row in table:
-        assert 0 <= row.count.t <= row.count.e
-        assert row.count.e + row.unreached + row.own <= every
+        assert 0 <= row.through <= row.eligible
+        assert row.eligible + row.unreached + row.own <= every
     whole = {"model.layers", "model.layers.0", "model.layers.1", "model.norm", "lm_head"}
     assert whole <= {row.name for row in table}
     # A choice between two that are close falls either way; shares move little for that.

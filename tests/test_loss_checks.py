@@ -349,7 +349,7 @@ ASKED: dict[str, Callable[[Tensor, Leaves], object]] = {
     "MAX": lambda loss, names: gt.backward(loss, gt.semirings.MAX, names=names),
     "program": lambda loss, names: gt.program(loss, names=names),
     "trace": lambda loss, names: gt.trace(loss, names=names),
-    "paths": lambda loss, names: gt.enumerate_paths(loss, names=names),
+    "paths": lambda loss, names: gt.testing.enumerate_paths(loss, names=names),
 }
 """What takes a loss."""
 

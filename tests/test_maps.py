@@ -35,7 +35,6 @@ from gradtrace.linops import (
     Index,
     Map,
     Normaliser,
-    Opaque,
     Reduce,
     Scale,
     Scan,
@@ -481,8 +480,7 @@ def test_tensors_names_the_weights(build: Callable[[Make], Map]) -> None:
 
 def map_classes() -> list[type[Map]]:
     found = [getattr(gradtrace.linops, name) for name in gradtrace.linops.__all__]
-    abstract = {Map, Opaque}  # of an Opaque only the sum is known
-    return [c for c in found if isinstance(c, type) and issubclass(c, Map) and c not in abstract]
+    return [c for c in found if isinstance(c, type) and issubclass(c, Map) and c is not Map]
 
 
 @pytest.mark.parametrize("kind", map_classes(), ids=lambda kind: kind.__name__)
@@ -586,21 +584,6 @@ def test_few_rows_at_a_time(build: Callable[[Make], Map], monkeypatch: pytest.Mo
         monkeypatch.setattr("gradtrace.linops.tuning.ROWS_MAX_ENTRIES", limit)
         assert torch.equal(m.generic((x,), SUM)[0], wanted[0])
         assert all(torch.equal(a, b) for a, b in zip(m.largest(x), winners))
-
-
-def test_nothing_but_the_sum_of_an_opaque_map_is_known() -> None:
-    m = Opaque(lambda x: x.flip(0), (3,), (3,), "too large, see manual")
-    x = torch.tensor([1.0, 2.0, 3.0])
-    assert m.apply(x).tolist() == [3.0, 2.0, 1.0]
-    assert m.max_source(torch.tensor([4, 9, 2])).tolist() == [9, 9, 9]
-    for ask in (
-        lambda: m.rows(x.long()),
-        lambda: m.best(x),
-        lambda: m.apply_in((x,), MAX),
-        lambda: m.routes(1, CPU),
-    ):
-        with pytest.raises(TooLarge, match="see manual"):
-            ask()
 
 
 # In every semiring -------------------------------------------------------------------------------

@@ -144,7 +144,9 @@ def test_paths_of_layer_norm_by_hand() -> None:
     from_c = torch.tensor([3.0, 2.0, 2.0])  # routes from c[i] to y₀
     count = watch.backward(out[0], COUNT)["x"]
     torch.testing.assert_close(count, (from_c @ to_c).double())
-    paths = [path for path in gt.enumerate_paths(out[0], names={"x": x}) if path.index == (1,)]
+    paths = [
+        path for path in gt.testing.enumerate_paths(out[0], names={"x": x}) if path.index == (1,)
+    ]
     assert len(paths) == int(count[1])
     absolute = sum(abs(path.weight) for path in paths)
     assert math.isclose(absolute, float(watch.backward(out[0], ABS)["x"][1]), rel_tol=1e-9)

@@ -38,7 +38,7 @@ def check_all(loss: Tensor, leaves: dict[str, Tensor]) -> None:
     for path in trace.paths(sample=10**9):
         for operator in set(path.operators):
             through[operator] = through.get(operator, 0) + 1
-    assert {row.name: row.count.t for row in table if row.count.t} == through
+    assert {row.name: row.through for row in table if row.through} == through
 
 
 # Zero tensors ------------------------------------------------------------------------------------

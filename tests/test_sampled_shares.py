@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from math import isnan, sqrt
-from pathlib import Path
 
 import architectures
 import numpy as np
@@ -17,20 +16,16 @@ from test_influence import Skip
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.errors import GradtraceError
-from gradtrace.io.schemas import INFLUENCE
 from gradtrace.kernels import backend_of
 from gradtrace.paths.path_forest import PathProvenance
 from gradtrace.paths.paths import path_provenance, sampled
-from gradtrace.runs import history
+from gradtrace.table import Table
 from gradtrace.traced import Trace
-from gradtrace.tracing.counting import component_finder
+from gradtrace.tracing.counting import component_finder, counts_of
 from gradtrace.tracing.followed import follow_elements
-from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.influence import SERIES, Counted
 from gradtrace.tracing.moments import Drawn, Moments, drawn_variances, seed_of, unit_of
 from gradtrace.tracing.tally import Tally
-from gradtrace.training import tuning
-from gradtrace.training.step_tracer import StepTracer
 from tests.backends import imitate_gpu
 from tests.waits import Waits
 
@@ -89,8 +84,8 @@ class Every:
             self.found.append(found)
             self.gradients.append(forest.gradient[forest.starts])
 
-    def sampled(self, sample: int, seed: int) -> Influence:
-        """The table of ``trace.influence(sample=sample, seed=seed)``."""
+    def sampled(self, sample: int, seed: int) -> Counted:
+        """The counts of ``trace.influence(sample=sample, seed=seed)``."""
         trace = self.trace
         tally = Tally(
             trace.kept.facts(self.chosen),
@@ -108,19 +103,19 @@ class Every:
             paths = PathProvenance(found.sets, found.number[whole])
             counts = {value: len(some) for value, some in at.items()}
             tally.add_some(counts, pair, paths, gradients[whole], self.sizes)
-        return tally.result(trace.rule, "count")
+        return tally.result()
 
 
-def hits(exact: Influence, table: Influence, weight: str) -> list[bool]:
+def hits(exact: Counted, found: Counted, weight: str) -> list[bool]:
     """Of each component that has an alternative: whether the exact share is within 1.96 errors."""
-    found = []
-    for row in exact:
-        share, sample = getattr(row, weight).share, getattr(table[row.name], weight)
-        if not row.series and sample.e and not isnan(share):
-            error = sample.error(table.pairs)
+    within = []
+    for one, other in zip(exact.rows, found.rows, strict=True):
+        share, sample = getattr(one, weight).share, getattr(other, weight)
+        if one.alternative is not False and sample.e and not isnan(share):
+            error = sample.error(found.losses)
             assert error >= 0
-            found.append(abs(sample.share - share) <= 1.96 * error + 1e-12)
-    return found
+            within.append(abs(sample.share - share) <= 1.96 * error + 1e-12)
+    return within
 
 
 TRACES: dict[str, tuple[Callable[[], Trace], int, int]] = {
@@ -138,7 +133,7 @@ def test_exact_shares_are_within_the_errors() -> None:
     found: dict[tuple[str, str], list[bool]] = {}
     for name, (make, sample, times) in TRACES.items():
         every = Every(make())
-        exact = every.trace.influence()
+        exact, _ = counts_of(every.trace)
         for seed in range(times):
             table = every.sampled(sample, seed)
             for weight in ("count", "gradient"):
@@ -154,19 +149,16 @@ def test_exact_shares_are_within_the_errors() -> None:
 def test_samples_are_those_of_the_trace(make: Callable[[], Trace]) -> None:
     every = Every(make())
     for sample, seed in ((30, 0), (7, 3), (1, 1)):
+        counts, _ = counts_of(every.trace, sample=sample, seed=seed)
+        assert every.sampled(sample, seed).rows == counts.rows
         table = every.trace.influence(sample=sample, seed=seed)
-        assert every.sampled(sample, seed).rows == table.rows
         assert table == every.trace.influence(sample=sample, seed=seed)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_sample_of_everything_has_no_error(pairs: bool) -> None:
     trace = skip(pairs=pairs)
-    exact, whole = trace.influence(), trace.influence(sample=105)
-    for row, other in zip(exact, whole, strict=True):
-        assert row.count == other.count
-        over_pairs = row.count.error(exact.pairs)
-        assert other.count.error(whole.pairs) == (over_pairs if pairs else 0.0) or not row.count.e
+    assert trace.influence() == trace.influence(sample=105)
 
 
 def test_the_error_of_a_share_by_hand() -> None:
@@ -197,7 +189,7 @@ def test_rare_components_do_not_claim_certainty(through: float) -> None:
 
 def test_components_in_series_have_no_error() -> None:
     table = skip().influence(["b", "c"], sample=20)
-    assert table["c"].series and table.errors["c"] == 0.0 < table.errors["b"]
+    assert table["c"].choice == SERIES and table.errors["c"] == 0.0 < table.errors["b"]
 
 
 def test_small_gradients_are_not_squared_to_zero() -> None:
@@ -207,36 +199,25 @@ def test_small_gradients_are_not_squared_to_zero() -> None:
         traced(model, lambda f=factor: model(x).square().sum() * f).influence(sample=30)
         for factor in (1.0, 2.0**-900)
     ]
-    errors = [table.by("gradient").errors["b"] for table in tables]
+    errors = [table["b"]["± weighted"] for table in tables]
     assert errors[0] == pytest.approx(errors[1]) and errors[0] > 0
 
 
 def test_errors_are_in_the_table_and_in_files() -> None:
     table = skip().influence(["b"], sample=40)
     text = str(table)
-    assert "± error" in text and "± weighted" in text and "40 of 105 elements" in text
-    data = json.loads(json.dumps(table.to_dict()))
-    INFLUENCE(data)
-    again = Influence.from_dict(data)
+    assert "± share" in text and "± weighted" in text and "40 of 105 elements" in text
+    again = Table.from_dict(json.loads(json.dumps(table.to_dict())))
     assert again == table and again.errors == table.errors
-    frame = table.to_pandas()
-    assert frame["± error"][0] == table.errors["b"]
-    data["rows"][0]["count"][5][0] = -1
-    with pytest.raises(ValueError, match="variances"):
-        INFLUENCE(data)
+    assert table.to_pandas()["± share"][0] == table.errors["b"]
     assert "±" not in str(skip().influence(["b"]))
 
 
-def test_tables_merge_in_any_order() -> None:
-    trace = skip()
-    a, b, c = (trace.influence(sample=30, seed=seed) for seed in range(3))
-    assert a.merge(b).merge(c).rows == c.merge(a, b).rows
-    one, three = a["b"].count, a.merge(b, c)["b"].count
-    assert three.sampling is not None and one.sampling is not None
-    assert three.sampling.tt == sum(t["b"].count.sampling.tt for t in (a, b, c))  # type: ignore[union-attr]
-    assert three.error(3) < one.error(1)
-    exact = trace.influence()["b"].count
-    assert (exact + one).error(2) >= 0 and (exact + one).sampling == one.sampling
+def test_shares_at_forks_have_errors() -> None:
+    exact, table = skip().influence("forks"), skip().influence("forks", sample=40)
+    for row in table:
+        error = table.errors[row.name]
+        assert error > 0 and abs(row.share - exact[row.name].share) < 3 * error
 
 
 def test_every_pair_has_a_sample_of_its_own() -> None:
@@ -248,68 +229,6 @@ def test_every_pair_has_a_sample_of_its_own() -> None:
     trace = traced(model, lambda: model(x).square().sum(1))
     assert trace.influence(["b"]).errors["b"] == 0.0  # all losses are the same
     assert trace.influence(["b"], sample=20).errors["b"] > 0
-
-
-# Data sets, and while training ------------------------------------------------------------------
-
-
-def losses(model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().sum(1)
-    return found
-
-
-def test_a_data_set_draws_others_for_every_pair() -> None:
-    torch.manual_seed(0)
-    model, same = Skip(), [torch.ones(2, 6)] * 2
-    exact = gt.influence(model, losses, same, progress=False)
-    assert exact.errors["b"] == 0.0
-    table = gt.influence(model, losses, same, sample=20, progress=False)
-    assert table.pairs == 4 and table.errors["b"] > 0
-    assert table == gt.influence(model, losses, same, sample=20, progress=False)
-    assert table != gt.influence(model, losses, same, sample=20, seed=1, progress=False)
-    assert [note for note in table.notes if "20 of 105 elements" in note]
-    with pytest.raises(GradtraceError, match="from 1 on"):
-        gt.influence(model, losses, same, sample=0, progress=False)
-
-
-def test_errors_of_a_data_set_have_both_parts() -> None:
-    """Between pairs, and of their samples: the exact share over other data is within them."""
-    torch.manual_seed(0)
-    model, data = Skip(), torch.randn(10, 4, 6)
-    exact = gt.influence(model, losses, list(data), progress=False, coverage=False)
-    found = []
-    for seed, some in enumerate(data):
-        how = {"sample": 30, "seed": seed, "progress": False, "coverage": False}
-        table = gt.influence(model, losses, [some], **how)  # type: ignore[arg-type]
-        error = table["b"].count.error(table.pairs)
-        found.append(abs(table.shares["b"] - exact.shares["b"]) <= 1.96 * error)
-    assert sum(found) >= 8
-
-
-def test_a_monitor_samples_large_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tuning, "EXACT_MAX_ELEMENTS", 104)
-    monkeypatch.setattr(tuning, "SAMPLED_ELEMENTS", 25)
-    monkeypatch.setattr(StepTracer, "told", False)
-    torch.manual_seed(0)
-    model, x = Skip(), torch.randn(5, 6)
-    tables = []
-    for sample in ("auto", None, 40):
-        file = tmp_path / f"{sample}.jsonl"
-        with gt.Monitor(model, every=1, sample=sample, file=file, budget=None) as monitor:  # type: ignore[arg-type]
-            for _ in range(2):
-                monitor.step(model(x).square().sum())
-        tables.append(history.read(file).influences[-1])
-        assert monitor.history.influences[-1] == tables[-1]
-    said = capsys.readouterr().err
-    assert said.count("follows the paths of 25 of 105 elements") == 1
-    assert tables[0].sampled and tables[0].errors["b"] > 0 and "25 of 105" in tables[0].notes[0]
-    assert not tables[1].sampled and "40 of 105" in tables[2].notes[0]
-    monkeypatch.setattr(tuning, "EXACT_MAX_ELEMENTS", 105)
-    with gt.Monitor(model, budget=None) as monitor:
-        monitor.step(model(x).square().sum())
-    assert not monitor.history.influences[-1].sampled
 
 
 # As on a GPU -------------------------------------------------------------------------------------
@@ -327,7 +246,7 @@ def test_nothing_changes_on_a_gpu(name: str, rule: str, monkeypatch: pytest.Monk
         tables.append(trace.influence(sample=200, seed=1))
         paths.append(list(trace.paths(sample=60, seed=2)))
         imitate_gpu(monkeypatch)
-    assert tables[0].rows == tables[1].rows and tables[0].measured == tables[1].measured
+    assert tables[0].rows == tables[1].rows
     assert paths[0] == paths[1]
 
 

@@ -291,7 +291,7 @@ def check_marks(trace: gt.Trace) -> None:
     paths = trace.paths(sample=10**9)
     for row in trace.influence("operators").rows:
         through = sum(row.name in path.operators for path in paths)
-        assert row.count.t == through, row.name
+        assert row.through == through, row.name
 
 
 class PerSample(torch.autograd.Function):
@@ -326,8 +326,8 @@ def test_each_loss_of_a_vector_chooses_as_it_would_alone(rule: str) -> None:
     ]
     for row in table:
         mine = [each[row.name].count for each in alone]
-        assert row.count.t == sum(each.t for each in mine), row.name
-        assert row.count.e == sum(each.e for each in mine), row.name
+        assert row.through == sum(each.t for each in mine), row.name
+        assert row.eligible == sum(each.e for each in mine), row.name
 
 
 def test_paths_are_the_same_where_values_are_computed_again() -> None:

@@ -11,7 +11,7 @@ from test_maps import TABLE, Make, close, maker
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, TooLarge
-from gradtrace.linops import Index, Map, Normaliser, Opaque, column_sums, transposed
+from gradtrace.linops import Index, Map, Normaliser, column_sums, transposed
 from gradtrace.linops import tuning as linops_tuning
 from gradtrace.linops.low_rank_sums import sums_of_others
 from gradtrace.linops.transpose import Transposed
@@ -116,12 +116,6 @@ def test_views(name: str, semiring: Semiring) -> None:
         found = transposed(m).apply_in(semiring.weigh(x), semiring)
         for part, wanted in zip(found, lifted(matrix_of(m).T, x, semiring)):
             close(part.reshape(-1), wanted)
-
-
-def test_opaque_maps_say_why_not() -> None:
-    m = Opaque(lambda x: x, (3,), (3,), "too large, and unknown")
-    with pytest.raises(TooLarge, match="too large, and unknown"):
-        transposed(m).apply(torch.ones(3))
 
 
 @pytest.mark.parametrize("p", [0, -1, float("nan"), float("inf")])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.components.components import SUMS
+from gradtrace.components.forks import CONCATENATIONS
 from gradtrace.components.module_parts import ModuleParts, Slices
 from gradtrace.components.operator_names import MOVES, SCALES, spoken
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, needs
@@ -136,7 +136,7 @@ class SiteFinder:
         """Whether a module itself adds the output of one of its modules to another value."""
         blocks = self.parts.program.blocks
         return any(
-            blocks[n].operator in SUMS
+            blocks[n].operator in ("AddBackward0", "SubBackward0", *CONCATENATIONS)
             and len(blocks[n].gives) > 1
             and any(self._made_in(v).startswith(f"{name}.") for v in blocks[n].gives.values())
             for n in self.parts.own_blocks(name)

@@ -117,7 +117,7 @@ class InputTracer:
         order = {name: named[name] for name in inputs if name in named}
         gradients = LazyGradients({name: leaf.compute for name, leaf in order.items()}, {})
         values = {leaf.value: name for name, leaf in order.items()}
-        found = (program, gradients, "greedy", "scalar", 1, self.classes, values)
+        found = (program, gradients, "greedy", 1, self.classes, values)
         return Trace(*found, model=self.model, whole=whole)
 
     def _whole(self, program: Program) -> WholeProgram:

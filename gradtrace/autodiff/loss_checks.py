@@ -66,8 +66,7 @@ def isolated() -> Iterator[None]:
                 raise
             raise TooLarge(
                 f"memory ran out{memory_limits.shortfall(error)}; trace fewer samples at a time, "
-                "sampled elements: influence(sample=10_000), or whole tensors: "
-                "granularity='operator'"
+                "or sampled elements: influence(sample=10_000)"
             ) from error
 
 

@@ -454,8 +454,7 @@ def explain(error: Exception, node: Node, where: str) -> GradtraceError:
     text = _ASKS_FOR_A_REPORT.sub("", reason_of(error))
     if memory_limits.ran_out(error):
         return TooLarge(
-            f"{at} ran out of memory{memory_limits.shortfall(error)}; trace fewer samples at a "
-            "time, or whole tensors: granularity='operator'"
+            f"{at} ran out of memory{memory_limits.shortfall(error)}; trace fewer samples at a time"
         )
     if isinstance(error, _Refused):
         return Unsupported(f"{at} cannot be followed: {text}")

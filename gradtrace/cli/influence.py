@@ -23,7 +23,7 @@ from gradtrace.errors import GradtraceError, RankFailed
 
 if TYPE_CHECKING:
     from gradtrace.components import components as component_names
-    from gradtrace.tracing.influence import Influence
+    from gradtrace.runs.influence import Influence
 
 Table = TypeVar("Table")
 

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
     from gradtrace.io.table import TextTable
     from gradtrace.paths.paths import Path as GradientPath
+    from gradtrace.runs.influence import Influence
     from gradtrace.traced import Trace
     from gradtrace.tracing.choices import Choices
-    from gradtrace.tracing.influence import Influence
     from gradtrace.watch import watch
 
 SHOWN_FORKS = 5

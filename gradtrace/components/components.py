@@ -1,7 +1,7 @@
 """Components: the parts of a program whose influence is measured, and their provenance bits.
 
-A component is made of modules, classes, operators, labelled slices, arguments of sums, or parts of
-modules: heads, experts, layers, time steps.
+``by=`` names them, everywhere in one language: a kind (``KINDS``), a name or pattern of modules or
+of anything else that a table prints, a class of modules, a list of these, or ``{group: names}``.
 """
 
 from __future__ import annotations
@@ -9,31 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from gradtrace.autodiff.names import unknown
+from gradtrace.components.forks import NO_FORKS, find_forks, fork_bits
 from gradtrace.components.module_parts import ModuleParts, WholeProgram
-from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import HOOKS, Block, Program
-from gradtrace.pytorch.wrapped_modules import named_modules
+from gradtrace.pytorch.wrapped_modules import ancestors, named_modules
 
-Components = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
-"""How a caller names components; see ``ComponentFinder.choose``."""
+Name = str | type[nn.Module]
+Components = Name | Sequence[Name] | Mapping[str, Name | Sequence[Name]] | None
+"""How a caller names components (``by=``); see ``ComponentFinder.choose``."""
 
 
-def spelt(components: Components) -> Components:
-    """Components as JSON values: to check that a file was made for the same components, and to ask
-    for them again whatever becomes of the list that was given.
+def spelt(by: Any) -> Any:
+    """Components as JSON values, classes as ``class:Linear``: to check that a file was made for the
+    same ones, and to ask for them again whatever becomes of the list that was given.
     """
-    if isinstance(components, Mapping):
-        return {name: _listed(parts) for name, parts in components.items()}
-    found: Components = _listed(components)
-    return found
+    if isinstance(by, Mapping):
+        return {name: spelt(parts) for name, parts in by.items()}
+    if isinstance(by, type) and issubclass(by, nn.Module):
+        return f"class:{by.__name__}"
+    alone = isinstance(by, (str, bytes, type, nn.Module, Tensor)) or not isinstance(by, Iterable)
+    return by if alone else [spelt(each) for each in by]  # what is no name is left, for an error
 
 
 def impossible(names: Sequence[str]) -> GradtraceError:
@@ -45,19 +48,13 @@ def impossible(names: Sequence[str]) -> GradtraceError:
     )
 
 
-def _listed(given: Any) -> Any:
-    """Several names as a list; what is none is left as it is, for an error."""
-    alone = isinstance(given, (str, bytes, nn.Module, Tensor)) or not isinstance(given, Iterable)
-    return given if alone else list(given)
-
-
-SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
-"""Operators whose arguments count as branches; see ``ComponentFinder.arguments``."""
-
-PARTS = ("heads", "experts", "layers", "steps")
+PARTS = ("layers", "heads", "experts", "steps")
 """Parts of modules, which ``module_parts`` finds from the modules of a watched model."""
 
-KINDS = ("modules", "classes", "operators", "labels", "arguments", *PARTS)
+KINDS = ("modules", *PARTS, "forks", "labels", "operators")
+
+OTHERS = ("heads", "experts", "steps", "labels", "forks", "operators")
+"""Kinds among which a name is looked for that is no module's."""
 
 
 class Component(NamedTuple):
@@ -70,56 +67,51 @@ class Component(NamedTuple):
 
 @dataclass
 class Region:
-    """All components of one kind in a program: bits by name, and leaves by name."""
+    """All components of one kind in a program: bits by name, and leaves by name. ``branches``: for
+    each branch those of its fork.
+    """
 
     bits: dict[str, int] = field(default_factory=dict)
     owns: dict[str, frozenset[str]] = field(default_factory=dict)
+    branches: dict[str, ForkBranches] = field(default_factory=dict)
+
+
+class ForkBranches(NamedTuple):
+    """All branches of a fork, also of other forks of that name (of other calls, say), as components
+    of their own. A leaf without a choice at a fork belongs to its branches. ``between``: some of
+    them are modules, or labelled slices.
+    """
+
+    branches: tuple[Component, ...]
+    between: bool
 
 
 @dataclass
 class ComponentSelection:
-    """Components, and the blocks, arguments and slices that set their bits."""
+    """Components, and the blocks, arguments and slices that set their bits.
+
+    ``forks`` has, for each component that is one branch, its name there and its fork.
+    """
 
     components: list[Component]
     component_bits: ComponentBits
+    by: str = ""  # the kind, if all are of one
+    forks: dict[str, tuple[str, ForkBranches]] = field(default_factory=dict)
 
     @property
     def bits(self) -> list[int]:
         """The bits of each component."""
         return [component.bits for component in self.components]
 
-
-@dataclass
-class Routes:
-    """Finds the operator or module that made an argument, from the argument's cotangent."""
-
-    takers: dict[int, Block]
-    wholes: dict[int, int]
-    names: Mapping[int, str]  # of leaves, by value
-
-    @classmethod
-    def of(cls, program: Program, names: Mapping[int, str] | None = None) -> Routes:
-        """The routes of a program."""
-        takers = {value: block for block in program.blocks for value in block.takes.values()}
-        return cls(takers, program.wholes(), names or {})
-
-    def source(self, value: int) -> str:
-        """The leaf that the argument is, or a view of; else the nearest module that it came from,
-        or the operator.
-        """
-        first = ""
-        for _ in range(100):  # skip operators outside any module
-            value = self.wholes.get(value, value)
-            block = self.takers.get(value)
-            if block is None:
-                return first or self.names.get(value, "leaf")
-            if block.place.module:
-                return block.place.module
-            first = first or ("" if spoken(block.operator) in MOVES else block.operator)
-            if not block.gives:
-                return first
-            value = next(iter(block.gives.values()))
-        return first
+    @cached_property
+    def counted(self) -> ComponentSelection:
+        """What influence counts: the branches of all forks instead of those that were asked for."""
+        if not self.forks:
+            return self
+        plain = [each for each in self.components if each.name not in self.forks]
+        every = {id(some): some for _, some in self.forks.values()}
+        branches = [branch for some in every.values() for branch in some.branches]
+        return ComponentSelection([*plain, *branches], self.component_bits, self.by)
 
 
 class ComponentFinder:
@@ -139,6 +131,7 @@ class ComponentFinder:
         model: nn.Module | None = None,
         whole: WholeProgram | None = None,
     ) -> None:
+        self._given = (program, modules, leaves, names, model, whole)
         self.program = program
         self.model = model
         self.whole = whole
@@ -147,6 +140,9 @@ class ComponentFinder:
         self.names = names or {}
         self.next = 1  # bit 0 says that there is a path
         self.component_bits = ComponentBits({}, {}, {})
+        self._regions: dict[str, Region] = {}
+        self._apart: dict[str, Mapping[str, int]] = {}
+        self._forks: dict[str, tuple[str, ForkBranches]] = {}
 
     def _atom(self) -> int:
         bit = 1 << self.next
@@ -198,7 +194,7 @@ class ComponentFinder:
 
     def by_class(self) -> Region:
         """All modules of a class, each with all its submodules."""
-        region, found = self.modules(), Region()
+        region, found = self._region("modules"), Region()
         for name, bits in region.bits.items():
             kind = self.classes.get(name, "")
             if kind:
@@ -221,22 +217,28 @@ class ComponentFinder:
                 if name is not None and name not in region.bits:
                     region.bits[name] = self._atom()
             bits = [0 if name is None else region.bits[name] for name in names]
-            self.component_bits.slices[number] = (dim, bits)
+            _, known = self.component_bits.slices.get(number, (dim, [0] * len(bits)))
+            self.component_bits.slices[number] = (dim, [a | b for a, b in zip(bits, known)])
         return region
 
-    def arguments(self) -> Region:
-        """The arguments of sums and concatenations: which branch a path takes."""
-        routes = Routes.of(self.program, self.names)
-        region, seen = Region(), dict[str, int]()
-        for number, block in enumerate(self.program.blocks):
-            if block.operator not in SUMS or len(block.gives) < 2:
-                continue
-            kind = block.operator.removesuffix("Backward0").lower()
-            where = f"{block.place.module}.{kind}".removeprefix(".")
-            which = seen[where] = seen.get(where, -1) + 1
-            for position, value in sorted(block.gives.items()):
-                name = f"{where}{which or ''}[{position}] from {routes.source(value)}"
-                region.bits[name] = self.component_bits.position[number, position] = self._atom()
+    def forks(self) -> Region:
+        """The branches of forks, called ``fork/branch``."""
+        found = find_forks(self.program, self.names, self.classes)
+        bits = fork_bits(found, self.program.blocks, self.component_bits, self.next)
+        self.next += len(bits)
+        region, numbers, forks = Region(), iter(bits), dict[str, list[Component]]()
+        between = {fork.name for fork in found if fork.between}
+        for fork in found:
+            others = frozenset(self.names.values()) - fork.choosers
+            for branch in fork.branches:
+                name = f"{fork.name}/{branch.name}"
+                bit = next(numbers)
+                forks.setdefault(fork.name, []).append(Component(name, bit, others))
+                region.bits[name] = region.bits.get(name, 0) | bit
+                region.owns[name] = region.owns.get(name, others) & others
+        for fork_name, some in forks.items():
+            every = ForkBranches(tuple(some), fork_name in between)
+            region.branches.update((each.name, every) for each in some)
         return region
 
     def parts(self, kind: str, strict: bool = True) -> Region:
@@ -258,31 +260,42 @@ class ComponentFinder:
 
     # Choosing ------------------------------------------------------------------------------------
 
-    def choose(self, components: Components) -> ComponentSelection:
-        """Resolve components: a kind (one of ``KINDS``), a list of names or patterns, or a mapping
-        from names to those. None: modules if there are any, else labels, else operators.
+    def choose(self, by: Components) -> ComponentSelection:
+        """Resolve components. Where nothing was made inside modules, ``"modules"`` (or None) are
+        labels, or else operators.
         """
-        if components is None:
-            components = (
-                "modules"
-                if any(b.place.module for b in self.program.blocks)
-                else ("labels" if any(b.label for b in self.program.blocks) else "operators")
-            )
-        if isinstance(components, str):
-            region = self._region(components)
-            names = [n for n in region.bits if n]
-            found = [Component(n, region.bits[n], region.owns.get(n, frozenset())) for n in names]
-            return ComponentSelection(found, self.component_bits)
-        components = spelt(components)
-        if isinstance(components, list):
-            components = {name: name for each in components for name in self._names(each, each)}
-        if not isinstance(components, Mapping):
-            raise GradtraceError(self._not_names("components", components))
-        if not components:
+        by = spelt("modules" if by is None else by)
+        if isinstance(by, ComponentSelection):  # made by hand
+            return by
+        if isinstance(by, str):
+            if by in KINDS:
+                return self._every(by)
+            by = [by]
+        if isinstance(by, list):
+            by = {name: name for each in by for name in self._entries(each)}
+        if not isinstance(by, Mapping):
+            raise GradtraceError(self._not_names("by", by))
+        if not by:
             raise GradtraceError("there is no component: name at least one, or leave them out")
-        regions: dict[str, Region] = {}
-        found = [self._group(name, parts, regions) for name, parts in components.items()]
-        return ComponentSelection(found, self.component_bits)
+        found = [self._group(name, parts) for name, parts in by.items()]
+        return ComponentSelection(found, self.component_bits, forks=self._forks)
+
+    def _every(self, kind: str) -> ComponentSelection:
+        """All components of a kind."""
+        blocks = self.program.blocks
+        if kind == "modules" and not any(block.place.module for block in blocks):
+            kind = "labels" if any(block.label for block in blocks) else "operators"
+        region = self._region(kind, strict=True)
+        names = [name for name in region.bits if name]
+        found = [Component(n, region.bits[n], region.owns.get(n, frozenset())) for n in names]
+        forks = {name: (name, some) for name, some in region.branches.items()}
+        return ComponentSelection(found, self.component_bits, kind, forks)
+
+    def _entries(self, entry: Any) -> list[str]:
+        """The components of one entry of a list: a kind has many, unless a module is called so."""
+        if isinstance(entry, str) and entry in KINDS and entry not in self.classes:
+            return [each.name for each in self._every(entry).components]
+        return self._names(entry, entry)
 
     def _not_names(self, what: str, given: object) -> str:
         """What is wrong with a component that is given by something else than a name."""
@@ -292,25 +305,18 @@ class ComponentFinder:
             hint = f"name it: [{names[0]!r}]" if names else "it is none of the watched model"
             return f"components are names, not modules such as {type(given).__name__}; {hint}"
         return (
-            f"{what} is made of {given!r}; give names such as 'encoder.*', 'class:LSTM', "
-            "'operator:AddmmBackward0', 'label:head 0'"
+            f"{what} is made of {given!r}; give one of {', '.join(KINDS)}, names such as "
+            "'encoder.*', or classes such as nn.LSTM"
         )
 
-    def _region(self, kind: str, strict: bool = True) -> Region:
-        makers = dict(
-            zip(KINDS, (self.modules, self.by_class, self.operators, self.labels, self.arguments))
-        )
-        if kind not in KINDS:
-            raise UnknownName(
-                f"components={kind!r} is none of {', '.join(KINDS)}; to choose modules by name "
-                f"pass a list: components=[{kind!r}]"
-            )
-        if kind in PARTS:
-            return self.parts(kind, strict)
-        region = makers[kind]()
-        if not region.bits:
-            raise UnknownName(_EMPTY[kind])
-        return region
+    def _region(self, kind: str, strict: bool = False) -> Region:
+        """All components of a kind; an error if there are none."""
+        if kind not in self._regions:
+            found = self.parts(kind, strict) if kind in PARTS else getattr(self, _MAKERS[kind])()
+            if not found.bits:
+                raise UnknownName(_EMPTY[kind])
+            self._regions[kind] = found
+        return self._regions[kind]
 
     def _names(self, name: object, parts: object) -> list[str]:
         """The names that a component is made of; an error for anything else."""
@@ -329,37 +335,57 @@ class ComponentFinder:
             raise GradtraceError(f"component {name!r} is made of nothing; give it at least a name")
         return found
 
-    def _group(
-        self, name: str, parts: str | Sequence[str], regions: dict[str, Region]
-    ) -> Component:
+    def _group(self, name: str, parts: Any) -> Component:
         bits, owns = 0, frozenset[str]()
-        for part in self._names(name, parts):
-            prefix, _, rest = part.partition(":")
-            kind = _PREFIX.get(prefix, "modules") if rest else "modules"
-            pattern = rest if rest and prefix in _PREFIX else part
-            if kind not in regions:
-                regions[kind] = self._region(kind, strict=False)
-            region = regions[kind]
-            hits = [n for n in region.bits if n == pattern or fnmatchcase(n, pattern)]
-            if not hits and kind == "modules" and pattern in self.classes:
-                owns |= self._owned(pattern)  # the module was not called
-                continue
-            if not hits:
-                word = prefix if prefix in _PREFIX and rest else "module"
-                raise UnknownName(unknown(word, pattern, region.bits))
-            bits |= union(region.bits[n] for n in hits)
-            owns |= frozenset().union(*(region.owns.get(n, frozenset()) for n in hits))
+        for part in (every := self._names(name, parts)):
+            kind, hits = self._found(part)
+            if hits:
+                region = self._region(kind)
+                if kind == "forks" and len(every) == len(hits) == 1:
+                    self._forks[name] = hits[0], region.branches[hits[0]]
+                bits |= union(region.bits[n] for n in hits)
+                owns |= frozenset().union(*(region.owns.get(n, frozenset()) for n in hits))
+            else:
+                owns |= self._owned(part)  # a module that was not called
         return Component(name, bits, owns)
 
+    def _found(self, part: str) -> tuple[str, list[str]]:
+        """The kind of a name, and what it matches; no kind for a module that was not called."""
+        prefix, _, rest = part.partition(":")
+        if rest and prefix in _PREFIX:
+            kind = _PREFIX[prefix]
+            known = self._region(kind).bits
+            if hits := _matching(known, rest):
+                return kind, hits
+            if kind != "modules" or rest not in self.classes:
+                raise UnknownName(unknown(prefix, rest, known))
+            return "", []
+        known = dict.fromkeys(KINDS, 0) | dict.fromkeys(self.classes, 0)
+        for kind in ("modules", *OTHERS):
+            some = self._known(kind)
+            if hits := _matching(some, part):
+                return kind, hits
+            if kind == "modules" and part in self.classes:
+                return "", []
+            known |= some
+        raise UnknownName(unknown("component", part, known))
 
-_PREFIX = {
-    "module": "modules",
-    "class": "classes",
-    "operator": "operators",
-    "label": "labels",
-    "argument": "arguments",
-    **{kind.removesuffix("s"): kind for kind in PARTS},
-}
+    def _known(self, kind: str) -> Mapping[str, int]:
+        """The components of a kind; looked for apart, so that those not chosen take no bits."""
+        if kind not in self._regions and kind not in self._apart:
+            try:
+                self._apart[kind] = ComponentFinder(*self._given)._region(kind).bits
+            except GradtraceError:  # there is none
+                self._apart[kind] = {}
+        return self._regions[kind].bits if kind in self._regions else self._apart[kind]
+
+
+def _matching(known: Iterable[str], pattern: str) -> list[str]:
+    return [n for n in known if n and (n == pattern or fnmatchcase(n, pattern))]
+
+
+_MAKERS = {kind: kind for kind in KINDS} | {"classes": "by_class"}
+_PREFIX = {"class": "classes", **{kind.removesuffix("s"): kind for kind in KINDS}}
 _OUTSIDE = (
     "no operator was made inside a module below the model; run the forward pass under "
     "gradtrace.watch, or, if the model is one layer, ask for its 'operators'"
@@ -370,15 +396,8 @@ _EMPTY = {
     "operators": "there is no operator",
     "labels": "no tensor behind this loss was labelled; call gradtrace.label(tensor, dim, names) "
     "in the forward pass",
-    "arguments": "no sum or concatenation joins two branches that need a gradient",
+    "forks": NO_FORKS,
 }
-
-
-@lru_cache(65_536)
-def ancestors(name: str) -> tuple[str, ...]:
-    """``a.b.c``: ``a``, ``a.b``, ``a.b.c``."""
-    parts = name.split(".")
-    return tuple(".".join(parts[:n]) for n in range(1, len(parts) + 1))
 
 
 def union(bits: Iterable[int]) -> int:

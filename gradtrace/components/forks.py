@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from gradtrace.components.components import ancestors
 from gradtrace.components.operator_names import MOVES, SCALES, spoken
 from gradtrace.errors import TooLarge
 from gradtrace.ir.passes.provenance import ComponentBits, analyse_provenance
 from gradtrace.ir.program import Block, Program
-from gradtrace.pytorch.wrapped_modules import within
+from gradtrace.pytorch.wrapped_modules import ancestors, within
 
 SUMS = ("AddBackward0", "SubBackward0", "RsubBackward0", "IndexAddBackward0", "IndexPutBackward0")
 """Sums. A chain of them, as ``a + b + c``, is one fork."""
@@ -40,6 +39,11 @@ FORK_BITS = 1024
 
 MAX_FORK_LEAVES = 10_000_000
 """The most forks times leaves of a program."""
+
+
+NO_FORKS = (
+    "there is no fork: every parameter of this loss has one way to it only, so paths have no choice"
+)
 
 
 class Branch(NamedTuple):
@@ -72,14 +76,14 @@ class Fork:
 
 
 def find_forks(
-    program: Program, names: Mapping[int, str], modules: Mapping[str, str], every: bool = False
+    program: Program, names: Mapping[int, str], modules: Mapping[str, str]
 ) -> list[Fork]:
     """The forks of a program, from the leaves to the loss. ``names`` are those of the leaves, by
     value; ``modules`` are classes by name.
 
-    Unless ``every``, arithmetic within an activation, a norm or a recurrent cell is left out:
-    products of which no leaf lies on one branch only, or of which a leaf is a branch, and sums of
-    the former kind in modules without parameters of their own.
+    Arithmetic within an activation, a norm or a recurrent cell is left out: products of which no
+    leaf lies on one branch only, or of which a leaf is a branch, and sums of the former kind in
+    modules without parameters of their own.
     """
     graph = _Graph.of(program, names, modules)
     owners = {"", *(name.rpartition(".")[0] for name in names.values())}
@@ -90,7 +94,7 @@ def find_forks(
                 shown = fork.inner and not any(whole in names for whole in fork.wholes)
             else:
                 shown = fork.inner or fork.kind == "label" or fork.module in owners
-            if every or shown:
+            if shown:
                 found.append(fork)
     if len(found) * len(names) > MAX_FORK_LEAVES:
         raise TooLarge(
@@ -108,20 +112,23 @@ def _batches(forks: list[Fork]) -> Iterator[list[Fork]]:
         yield [fork for fork, end in zip(forks, ends) if end == batch]
 
 
-def fork_bits(forks: Sequence[Fork], blocks: Sequence[Block], bits: ComponentBits) -> list[int]:
-    """Add a bit for each branch to ``bits``, from bit 1 on; the branches' bits, in order."""
+def fork_bits(
+    forks: Sequence[Fork], blocks: Sequence[Block], bits: ComponentBits, first: int = 1
+) -> list[int]:
+    """Add a bit for each branch, from bit ``first`` on; the branches' bits, in order."""
     found: list[int] = []
     for fork in forks:
         label = blocks[fork.block].label
         slices = [0] * len(label[1]) if label else []
-        for branch in fork.branches:
-            bit = 2 << len(found)
-            found.append(bit)
-            bits.position.update(dict.fromkeys(branch.arguments, bit))
-            for n in branch.slices:
-                slices[n] = bit
         if fork.kind == "label" and label:
-            bits.slices[fork.block] = (label[0], slices)
+            slices = bits.slices.setdefault(fork.block, (label[0], slices))[1]
+        for branch in fork.branches:
+            bit = 1 << (first + len(found))
+            found.append(bit)
+            for argument in branch.arguments:
+                bits.position[argument] = bits.position.get(argument, 0) | bit
+            for n in branch.slices:
+                slices[n] |= bit
     return found
 
 

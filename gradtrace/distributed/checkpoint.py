@@ -28,7 +28,7 @@ from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import container, schemas
 from gradtrace.io.atomic_files import BadFile, NoFile
 from gradtrace.measures.decomposition import Decomposition
-from gradtrace.tracing.influence import Influence
+from gradtrace.runs.influence import Influence
 
 Result: TypeAlias = Influence | Decomposition
 """What is measured over a data set: tables that can be merged."""

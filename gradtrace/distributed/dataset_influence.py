@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from torch import Tensor, nn
 
-from gradtrace.autodiff.loss_checks import grad_mode_restored, isolated
+from gradtrace.autodiff.loss_checks import grad_mode_restored
 from gradtrace.components.components import Components, spelt
 from gradtrace.distributed import batches, unwrap
 from gradtrace.distributed.checkpoint import (
@@ -29,15 +28,11 @@ from gradtrace.distributed.process_group import ProcessGroup, joined
 from gradtrace.distributed.random_draws import RandomDraws
 from gradtrace.distributed.rank_exchange import Message
 from gradtrace.errors import GradtraceError, RankFailed
-from gradtrace.measures.measures import positive
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel
-from gradtrace.traced import Trace
-from gradtrace.tracing.counting import Leaves, selected, taking_part
-from gradtrace.tracing.coverage import Coverage
-from gradtrace.tracing.coverage import measured as coverage_of_sample
-from gradtrace.tracing.influence import Influence, checked_weight
+from gradtrace.runs.influence import Influence, checked_weight, of_counts
+from gradtrace.tracing.counting import Leaves, counts_of, positive, taking_part
 from gradtrace.tracing.moments import loss_count, seed_of
 from gradtrace.tracing.traced_program import indices
 from gradtrace.watch import watch
@@ -64,12 +59,10 @@ def influence(
     sample: int | None = None,
     seed: int = 0,
     rule: str = "greedy",
-    granularity: str = "scalar",
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     group: Any = None,
     sharded: bool | None = None,
-    coverage: bool = True,
 ) -> Influence:
     """The influence of a model's components over a data set.
 
@@ -107,14 +100,11 @@ def influence(
         sample: Follow the paths of that many random elements only, of others for every loss.
         seed: Draws the same elements for the same number, on every device.
         rule: ``"greedy"``, ``"edge"`` or ``"viterbi"``.
-        granularity: ``"scalar"`` follows elements, ``"operator"`` whole tensors.
         checkpoint: File to write to after every batch; a run that finds it continues.
         progress: Whether to show a progress bar; by default on a terminal.
         group: Process group whose ranks share the batches; False is this process alone.
         sharded: Whether the loader gives each rank its own part, as one with a DistributedSampler
             does.
-        coverage: Whether to measure what part of the gradient paths carry, from a sample of the
-            first batches (of a vector, one of its losses).
 
     Returns:
         The table; ``interrupted`` says whether it was stopped with Ctrl-C.
@@ -133,23 +123,17 @@ def influence(
         "components": components,
         "weight": weight,
         "rule": rule,
-        "granularity": granularity,
         **_elements(of, index, sample, seed),
-        **({} if coverage else {"coverage": False}),
     }
 
     def measure(watched: watch, loss: Tensor, number: int) -> Influence:
-        trace = watched.trace(loss, rule=rule, granularity=granularity)
+        trace = watched.trace(loss, rule=rule)
         wanted = of if of is None else taking_part(trace, of, _parameters(model))
         if wanted == []:  # none of them takes part in this loss, so there are no paths
             return Influence((), trace.pairs, checked_weight(weight), rule)
-        table = trace.influence(
-            components, weight, of=wanted, index=index, sample=sample, seed=seed_of(seed, number)
-        )
-        covered = coverage and granularity == "scalar" and not trace.sharded
-        if covered and number < COVERED_BATCHES and index is None:
-            return replace(table, measured=_coverage(trace, wanted, loss))
-        return table if coverage and index is not None else replace(table, measured=None)
+        seeded = seed_of(seed, number)
+        counts, _ = counts_of(trace, components, wanted, index, sample, seeded)
+        return of_counts(counts, rule).by(checked_weight(weight))
 
     options = RunOptions(checkpoint, progress, group, sharded)
     measured = over_batches("influence", settings, (model, loss_fn, loader), measure, options)
@@ -424,14 +408,6 @@ def _traced(model: nn.Module, loss_fn: LossFn, batch: Any, number: int, measure:
             return measure(watched, loss, number)
     except GradtraceError as error:
         raise type(error)(f"batch {number}: {error}") from error
-
-
-def _coverage(trace: Trace, wanted: Leaves | None, loss: Tensor) -> Coverage:
-    """The coverage of a batch, by one of its losses, whose place differs from batch to batch."""
-    with isolated():
-        seed = crc32(f"{loss.sum().item():.3g}".encode())  # the same on whichever rank and machine
-        chosen = trace if wanted is None else selected(trace, wanted)
-        return coverage_of_sample(chosen, COVERED_ELEMENTS, seed, max_losses=1)
 
 
 def _parameters(model: nn.Module) -> list[str]:

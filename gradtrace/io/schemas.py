@@ -236,15 +236,13 @@ def _named(meta: Mapping[str, Any]) -> None:
 
 TRACE = each_of(
     including(
-        {"choices": CHOICES},
         rule=RULE,
-        granularity=GRANULARITY,
         pairs=integer(1),
         modules=mapping(text()),
         aliases=mapping(text()),
         leaves=array(text()),
         notes=NOTES,
-        tables=mapping(INFLUENCE, 1000),
+        tables=mapping(including(title=text()), 1000),
         flow=FLOW,
         kinds=array(STEP),
     ),

@@ -8,7 +8,7 @@ from gradtrace.linops.columns import LowRankColumns
 from gradtrace.linops.contraction import Contract
 from gradtrace.linops.convolution import Convolve, Windows
 from gradtrace.linops.cumsum import Scan
-from gradtrace.linops.dense import Dense, Opaque
+from gradtrace.linops.dense import Dense
 from gradtrace.linops.diag_low_rank import Normaliser
 from gradtrace.linops.distances import Distances
 from gradtrace.linops.elementwise import Scale
@@ -31,7 +31,6 @@ __all__ = [
     "LowRankColumns",
     "Map",
     "Normaliser",
-    "Opaque",
     "Reduce",
     "Scale",
     "Scan",

@@ -221,7 +221,7 @@ def copied_on_read(map_: Map, copies: Copies) -> Map:
             elif view.tensors:
                 replaced[name] = view.read()
         elif callable(held) and (home := _other_device(held, copies.device)) is not None:
-            replaced[name] = partial(_applied_at, home, held)  # of Index, Opaque
+            replaced[name] = partial(_applied_at, home, held)  # of Index
     return read_through(map_, views, replaced)
 
 

@@ -20,7 +20,6 @@ from gradtrace.ir.program import Program
 from gradtrace.linops.indexing import repeated
 from gradtrace.paths.path_forest import PathForest, PathProvenance, SliceBits
 from gradtrace.paths.path_search import PathEdge, PathFollower
-from gradtrace.paths.tensor_paths import TensorEdge
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.random_state import seeded
 from gradtrace.types import Shape, unravel
@@ -52,9 +51,7 @@ class Path(Summarised):
     """A path, from a leaf element (first step) to the loss (last).
 
     ``weight`` is the signed product of all derivatives along it; ``gradient`` is the leaf element's
-    gradient, the sum of the weights of all its paths. At operator granularity steps are whole
-    tensors: ``index`` is empty, ``gradient`` is ``Σ |gradient|``, derivative and weight are nan,
-    and ``share`` is the part of all users' contributions to a tensor that came along this path.
+    gradient, the sum of the weights of all its paths.
     """
 
     name: str
@@ -78,7 +75,7 @@ class Path(Summarised):
         """The part of its element's gradient that this path carries, signed: weight / gradient.
 
         1 if the element has no other path; negative if the path has the opposite sign; nan if the
-        gradient is 0, as the contributions of several paths cancel, and at operator granularity.
+        gradient is 0, as the contributions of several paths cancel.
         """
         if not self.gradient:
             return nan
@@ -355,17 +352,6 @@ class Builder:
             for point, gradient, onward in zip(points, gradients, [*gradients[1:], None])
         ]
         return self.labels.path(value, steps)
-
-    def coarse(self, value: int, links: list[TensorEdge]) -> Path:
-        """The path of a whole leaf: sizes instead of gradients, no elements, no derivatives."""
-        labels, points = self.labels, [value, *(link.take for link in links)]
-        steps = []
-        for n, at in enumerate(points):
-            operator, module, call = labels.places[at] if n else ("leaf", "", 0)
-            share = links[n].size / links[n].total if n < len(links) else 1.0
-            size = float(self.follower.gradients[at].abs().sum(dtype=torch.float64))
-            steps.append(PathStep(operator, module, call, labels.shapes[at], (), nan, size, share))
-        return Path(labels.names[value], (), tuple(steps), steps[0].gradient, labels.pair)
 
     def _gradient(self, value: int, element: int) -> float:
         return float(self.follower.gradients[value].reshape(-1)[element])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,3 +109,10 @@ def join(name: str, key: str) -> str:
 def within(name: str, module: str) -> bool:
     """Whether ``name``, of a module or parameter, is ``module`` or inside it."""
     return not module or name == module or name.startswith(module + ".")
+
+
+@lru_cache(65_536)
+def ancestors(name: str) -> tuple[str, ...]:
+    """``a.b.c``: ``a``, ``a.b``, ``a.b.c``."""
+    parts = name.split(".")
+    return tuple(".".join(parts[:n]) for n in range(1, len(parts) + 1))

@@ -23,15 +23,11 @@ from gradtrace.errors import NotLinear, TooLarge
 from gradtrace.ir.interpreter import gradient_of
 from gradtrace.ir.program import Block, Step
 from gradtrace.kernels import backend_of
-from gradtrace.linops import Dense, Identity, Opaque, nothing
+from gradtrace.linops import Dense, Identity, nothing
 from gradtrace.recording.aten_rules import as_real, real_dtype, shape_of
 from gradtrace.recording.dense_fallback import (
-    Formula,
     Refusal,
-    check_additive,
-    entries,
     matrices,
-    single,
 )
 from gradtrace.recording.dispatch import DispatchRecorder, close
 
@@ -50,16 +46,12 @@ Given: TypeAlias = tuple[int, Tensor, int]
 class FormulaRecorder:
     """Records one node at a time.
 
-    Nodes with sequence numbers below ``clear_since`` may have hooks. With ``opaque``, a formula
-    that is too large for a dense matrix is kept as a function.
+    Nodes with sequence numbers below ``clear_since`` may have hooks.
     """
 
-    def __init__(
-        self, recorder: DispatchRecorder, clear_since: int, opaque: bool, outputs: Outputs
-    ) -> None:
+    def __init__(self, recorder: DispatchRecorder, clear_since: int, outputs: Outputs) -> None:
         self.recorder = recorder
         self.clear_since = clear_since
-        self.opaque = opaque
         self.outputs = outputs
 
     def follow(
@@ -256,8 +248,6 @@ class FormulaRecorder:
 
         with _disable_current_modes():
             outs = list(call(grads))
-            if self.opaque and entries(grads, outs) > recorder.limit:
-                return self._record_opaque(call, grads, outs, str(refusal()))
             found = matrices(call, grads, outs, recorder.limit, refusal)
         for out, terms in zip(outs, found):
             if out is None:
@@ -274,33 +264,6 @@ class FormulaRecorder:
                 value = recorder.new()
                 recorder.steps.append(Step(value, tuple(dense), shape_of(out), real_dtype(out)))
                 recorder.values[id(out)] = value
-        return outs
-
-    def _record_opaque(
-        self,
-        f: Formula,
-        grads: Sequence[Tensor | None],
-        outs: Sequence[Tensor | None],
-        reason: str,
-    ) -> Sequence[Tensor | None]:
-        """Store a formula that is too large for matrices as a function of each cotangent."""
-        recorder = self.recorder
-        check_additive(f, grads, outs, reason)
-        for k, out in enumerate(outs):
-            if out is None:
-                continue
-            recorder.alive.append(out)
-            terms = tuple(
-                recorder.maps.term(
-                    Opaque(single(f, grads, slot, k), shape_of(grad), shape_of(out), reason),
-                    recorder.values[id(grad)],
-                )
-                for slot, grad in enumerate(grads)
-                if grad is not None and id(grad) in recorder.values
-            )
-            value = recorder.new()
-            recorder.steps.append(Step(value, terms, shape_of(out), real_dtype(out)))
-            recorder.values[id(out)] = value
         return outs
 
 

@@ -166,7 +166,6 @@ class KeptRecording:
     used: int = 0
     limited: bool = False  # some gradients were not kept for want of memory
     limit: int = 0
-    opaque: bool = False
     composed: bool = False  # some nodes are recorded by their formulas, which passes simplify
     # the blocks that passes made of those, and the structures of the maps in recorded formulas
     simplified: tuple[tuple[Block, ...], list[object]] = ((), [])
@@ -247,7 +246,6 @@ def kept_recording(
         used=cache.budget - cache.bytes_left,
         limited=cache.refused,
         limit=recorder.limit,
-        opaque=recorder.opaque,
         composed=bool(spans),
     )
 

@@ -74,7 +74,6 @@ class ProgramRecorder:
         name_table: NameTable,
         watch: HookWatch,
         limit: int,
-        opaque: bool = False,
         keep: int = 0,
         bare: bool = False,
         checks: DeferredChecks | None = None,
@@ -87,7 +86,7 @@ class ProgramRecorder:
         self.maps = MapTable()
         self.cache = GradientCache(keep, self.maps)
         self.outputs = Outputs()
-        self.limit, self.opaque, self.bare, self.checks = limit, opaque, bare, checks
+        self.limit, self.bare, self.checks = limit, bare, checks
         self.products = GradientProducts(self.clear_since, bare, self.cache)
         self.deferred = DeferredGradients()
         self.seed = seed
@@ -111,7 +110,7 @@ class ProgramRecorder:
         """Records nodes without a rule; made for the first."""
         recorder = DispatchRecorder(self.limit, self.bare, self.checks)
         recorder.new, recorder.maps = self.new, self.maps
-        return FormulaRecorder(recorder, self.clear_since, self.opaque, self.outputs)
+        return FormulaRecorder(recorder, self.clear_since, self.outputs)
 
     def close(self) -> None:
         """Called at the end of the pass."""
@@ -336,7 +335,6 @@ def record(
     watch: HookWatch,
     order: str = "kahn",
     limit: int = DENSE_MAX_ENTRIES,
-    opaque: bool = False,
     keep: int = 0,
     bare: bool = False,
     make: Callable[..., ProgramRecorder] = ProgramRecorder,
@@ -345,7 +343,7 @@ def record(
     """The backward program of a loss.
 
     An operator without a structured rule is stored as a matrix of at most ``limit`` entries; a
-    larger one is refused, or with ``opaque`` kept as a function. ``keep`` is the number of bytes of
+    larger one is refused. ``keep`` is the number of bytes of
     gradients to cache with the program. A ``bare`` program has placeholders instead of gradients,
     if no user code reads them. ``make`` makes the recorder; ``done`` is called with it at the end.
 
@@ -355,7 +353,7 @@ def record(
     others = off_thread_calls(loss, name_table)
 
     def attempt(bare: bool, checks: DeferredChecks | None) -> Program:
-        recorder = make(loss, seed, name_table, watch, limit, opaque, keep, bare, checks)
+        recorder = make(loss, seed, name_table, watch, limit, keep, bare, checks)
         recorder.off_thread = others
         recorder.not_replayable = "modules were called on several threads" if others else ""
         with closing(recorder), _assuming(bare, checks), one_pass():

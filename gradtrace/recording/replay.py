@@ -97,7 +97,7 @@ class _Run:
         """Records nodes without a rule; made for the first."""
         recorder = DispatchRecorder(self.recording.limit, False, self.checks)
         recorder.maps, clear_since = self.maps, self.products.clear_since
-        return FormulaRecorder(recorder, clear_since, self.recording.opaque, self.outputs)
+        return FormulaRecorder(recorder, clear_since, self.outputs)
 
     def visit_all(
         self, found: Iterable[Node], edges: Iterable[Edges], entries: Iterable[Entry]
@@ -315,7 +315,6 @@ def recorded(
     watch: HookWatch,
     order: str,
     limit: int = DENSE_MAX_ENTRIES,
-    opaque: bool = False,
     keep: int = 0,
     bare: bool = False,
 ) -> Program:
@@ -324,7 +323,7 @@ def recorded(
     """
     clear_since, backend = watch.clear_since(), backend_of(seed)
     settings = gradients.DEFER_MIN_ELEMENTS, backend.synchronises
-    key = (order, limit, opaque, settings, *_signature(loss))
+    key = (order, limit, settings, *_signature(loss))
 
     def attempt(recording: KeptRecording) -> Program:
         recording.check(backend.synchronises, keep)
@@ -341,7 +340,7 @@ def recorded(
     see_recording(loss, backend, keep)
     plain_model = name_table.sharded is None and not in_use()
     make = ProgramRecorder if plain_model else recorder_of(loss, name_table)
-    options = (loss, seed, name_table, watch, order, limit, opaque, keep, bare, make)
+    options = (loss, seed, name_table, watch, order, limit, keep, bare, make)
     if bare or make is not ProgramRecorder:
         return simplified(record(*options))
     kept: list[KeptRecording | str] = []

@@ -31,7 +31,8 @@ from gradtrace.report.program_rows import ProgramRows
 from gradtrace.report.routes import routes
 from gradtrace.report.source import Source
 from gradtrace.report.tuning import Limits
-from gradtrace.tracing.influence import Influence
+from gradtrace.table import Table
+from gradtrace.tracing.influence import SERIES
 
 
 def view(source: Source, sample: int, seed: int, limits: Limits) -> View:
@@ -59,7 +60,7 @@ def view(source: Source, sample: int, seed: int, limits: Limits) -> View:
     return View(
         name=source.traced.modules.get("") or "loss",
         rule=source.traced.rule,
-        granularity=source.traced.granularity,
+        granularity="scalar",
         pairs=source.traced.pairs,
         notes=source.notes,
         forest=forest.kept(points, left, number, rows),
@@ -159,8 +160,7 @@ def _follow(
         return points, starts
 
     total, few = len(turns), min(limits.tried, limits.steps // longest)
-    whole = source.traced.granularity == "operator"  # one path for all elements of a leaf
-    count = total if whole else min(total, max(len(shown), few))
+    count = min(total, max(len(shown), few))
     points, starts = sweep(count)
     capacity = count * limits.stops // max(1, len(points.next))
     if count < total and 3 * count < 2 * capacity:
@@ -209,21 +209,21 @@ def _ranked(gradient: Floats) -> Places:
 # Tables -------------------------------------------------------------------------------------------
 
 
-def _table(found: Influence, modules: Mapping[str, int]) -> model.Influence:
+def _table(found: Table, modules: Mapping[str, int]) -> model.Influence:
     """A table; ``modules`` are the numbers of components that are modules."""
-    rows = found.rows
+    rows, errors = found.rows, found.errors
     return model.Influence(
         tuple(row.name for row in rows),
         np.array([modules.get(row.name, -1) for row in rows], dtype=np.int32),
-        _floats(row.count.share for row in rows),
-        _floats(row.gradient.share for row in rows),
-        _floats(row.count.error(found.pairs) for row in rows),
-        _floats(row.count.t for row in rows),
-        _floats(row.count.e for row in rows),
+        _floats(found.column("share")),
+        _floats(found.column("weighted")),
+        _floats(errors[row.name] for row in rows),
+        _floats(found.column("through")),
+        _floats(found.column("eligible")),
         _floats(row.unreached for row in rows),
         _floats(row.own for row in rows),
         found.notes,
-        np.array([row.series for row in rows], dtype=np.uint8),
+        np.array([row.choice == SERIES for row in rows], dtype=np.uint8),
     )
 
 

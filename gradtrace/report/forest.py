@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradtrace.paths.tensor_paths import TensorPaths
 from gradtrace.report.cells import MAX_NUMBERED_ELEMENTS
 from gradtrace.report.model import NONE, UNFOLLOWED, Floats, Forest
 from gradtrace.report.program_rows import ProgramRows, columns
@@ -43,8 +42,6 @@ def followed(source: Source, elements: Mapping[int, Places]) -> PathPoints:
     Nodes inside operators are dropped. The derivative of a point by the previous one is the product
     of the weights between them, from the leaf on, in the order of ``trace.path``.
     """
-    if source.traced.granularity == "operator":
-        return _whole_tensors(source, elements)
     at = {v: torch.from_numpy(e).to(source.traced.device) for v, e in elements.items() if len(e)}
     labels, found = source.builder.labels, source.builder.follower.follow(at, source.traced.rule)
     onward, weight = found.onward.numpy(), found.weight.numpy()
@@ -71,32 +68,6 @@ def followed(source: Source, elements: Mapping[int, Places]) -> PathPoints:
     starts = dict(zip(elements, np.split(first, ends[:-1])))
     columns = (value[here], element, derivative, gradient, share, number[ahead])
     return PathPoints(*columns, starts, dict(elements))
-
-
-def _whole_tensors(source: Source, elements: Mapping[int, Places]) -> PathPoints:
-    """The path of each leaf as a whole tensor; all its elements start from one point."""
-    coarse = TensorPaths(source.traced.program, source.traced.rule, source.builder.follower.seed)
-    chains = {value: coarse.chain(value).links for value in elements}
-    points = {value for value, links in chains.items() if links}
-    points |= {link.take for links in chains.values() for link in links}
-    order = {step.out: n for n, step in enumerate(source.traced.program.steps(), 1)}
-    order[source.traced.program.root] = 0
-    values = sorted(points, key=lambda value: -order[value])  # from the leaves to the root
-    number = {value: n for n, value in enumerate(values)}
-    links = [coarse.links.get(value) for value in values]
-    value = np.array(values, dtype=np.int64)
-    nan = np.full(len(values), np.nan)
-    gradients = source.builder.follower.gradients
-    sums = [gradients[v].abs().sum(dtype=torch.float64) for v in values]
-    mass = np.array([float(each) for each in sums], dtype=np.float64)
-    share = np.array([1.0 if x is None else x.size / x.total for x in links], dtype=np.float64)
-    ahead = np.array([NONE if x is None else number[x.take] for x in links], dtype=np.int64)
-    starts = {
-        v: np.full(len(e), number[v] if chains[v] else NONE, dtype=np.int64)
-        for v, e in elements.items()
-    }
-    nowhere = np.full_like(value, -1)
-    return PathPoints(value, nowhere, nan, mass, share, ahead, starts, dict(elements))
 
 
 # Limiting the size --------------------------------------------------------------------------------

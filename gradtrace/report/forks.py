@@ -4,14 +4,13 @@ within one, each by information.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import nan
 
-from gradtrace.errors import TooLarge
-from gradtrace.measures.choosing import all_choices, choices
+from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.report.model import Branch, Fork, Module
 from gradtrace.report.tuning import FORK_MAX_BRANCHES, MAX_FORKS, SAMPLED_ELEMENTS
-from gradtrace.tracing.choices import Choice, Choices
+from gradtrace.table import Row
+from gradtrace.tracing.counting import influence_of
 from gradtrace.tracing.traced_program import TracedProgram
 
 
@@ -19,53 +18,39 @@ def forks(
     traced: TracedProgram, modules: tuple[Module, ...], small: bool
 ) -> tuple[Fork, ...] | None:
     """The forks of a trace; None if there are too many to analyse. ``small``: of a sample."""
-    scalar = traced.granularity == "scalar"
     try:
-        drawn = SAMPLED_ELEMENTS, 0
-        found = choices(traced, sample=drawn) if small and scalar else all_choices(traced)
+        table = influence_of(traced, "forks", sample=SAMPLED_ELEMENTS if small else "auto")
     except TooLarge:
         return None
-    return shown(found, {module.name: n for n, module in enumerate(modules)})
+    except UnknownName:  # there is none
+        return ()
+    rows: dict[str, list[Row]] = {}
+    for row in table:
+        rows.setdefault(row.name.partition("/")[0], []).append(row)
+    numbers = {module.name: n for n, module in enumerate(modules)}
+    errors = table.errors
+    return tuple(_fork(*each, errors, numbers) for each in list(rows.items())[:MAX_FORKS])
 
 
-def shown(found: Choices, modules: Mapping[str, int]) -> tuple[Fork, ...]:
-    """The forks as a report shows them; ``modules`` are their numbers by name."""
-    rows: dict[str, list[Choice]] = {}
-    for row in found.rows:
-        rows.setdefault(row.fork, []).append(row)
-    order = found.ranked()[:MAX_FORKS]
-    return tuple(_fork(rows[name], found.pairs, modules) for name in order)
-
-
-def _module(branch: str, modules: Mapping[str, int]) -> int:
+def _module(branch: str, modules: dict[str, int]) -> int:
     """The number of the module that a branch is named after; -1 if it is none."""
     return modules.get(branch.partition(" (call ")[0], -1)
 
 
-def _fork(rows: list[Choice], pairs: int, modules: Mapping[str, int]) -> Fork:
-    first, rest = rows, list[Choice]()
+def _fork(name: str, rows: list[Row], errors: dict[str, float], modules: dict[str, int]) -> Fork:
+    first, rest = rows, list[Row]()
     if len(rows) > FORK_MAX_BRANCHES:
-        ranked = sorted(rows, key=lambda row: -row.count.t)
+        ranked = sorted(rows, key=lambda row: -row.through)
         first, rest = ranked[: FORK_MAX_BRANCHES - 1], ranked[FORK_MAX_BRANCHES - 1 :]
-    branches = [
-        Branch(
-            row.branch,
-            _module(row.branch, modules),
-            float(row.count.t),
-            row.count.share,
-            row.gradient.share,
-            row.count.error(pairs),
-        )
-        for row in first
-    ]
+    branches = []
+    for row in first:
+        branch, numbers = row.name.partition("/")[2], (float(row.through), row.share, row.weighted)
+        branches.append(Branch(branch, _module(branch, modules), *numbers, errors[row.name]))
     if rest:
-        elements, share, weighted = map(sum, zip(*map(_numbers, rest)))
-        name = f"{len(rest):,} other branches"
-        branches.append(Branch(name, -1, elements, share, weighted, nan))
-    name, kind, times = rows[0].fork, rows[0].kind, rows[0].times
+        elements, share, weighted = (
+            float(sum(row[name] for row in rest)) for name in ("through", "share", "weighted")
+        )
+        name_of_rest = f"{len(rest):,} other branches"
+        branches.append(Branch(name_of_rest, -1, elements, share, weighted, nan))
     base = name.partition(" (")[0].rpartition(".")[0]
-    return Fork(name, kind, modules.get(base, -1), times, tuple(branches))
-
-
-def _numbers(row: Choice) -> tuple[float, float, float]:
-    return float(row.count.t), row.count.share, row.gradient.share
+    return Fork(name, "sum", modules.get(base, -1), 1, tuple(branches))

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from gradtrace.flow import measure
 from gradtrace.ir.program import Leaf
-from gradtrace.tracing.influence import Influence
+from gradtrace.table import Table
 from gradtrace.tracing.traced_program import TracedProgram
 
 INPUT = re.compile(r"leaf\d+")
@@ -24,7 +24,7 @@ class Source:
     """
 
     def __init__(
-        self, traced: TracedProgram, tables: Mapping[str, Influence], notes: tuple[str, ...]
+        self, traced: TracedProgram, tables: Mapping[str, Table], notes: tuple[str, ...]
     ) -> None:
         self.tables, self.notes = tables, notes
         self.traced, self.blocks, self.names = traced, traced.program.blocks, traced.names

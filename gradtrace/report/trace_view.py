@@ -11,9 +11,6 @@ from typing import Any
 from gradtrace.components.components import Component, ComponentSelection
 from gradtrace.errors import TooLarge, UnknownName
 from gradtrace.ir.program import Program
-from gradtrace.measures.agreement import warning_of
-from gradtrace.measures.measures import Measures
-from gradtrace.measures.table_source import by_other_rules
 from gradtrace.report import model
 from gradtrace.report.building import view
 from gradtrace.report.findings import diagnosis, undiagnosed
@@ -21,7 +18,6 @@ from gradtrace.report.forks import forks
 from gradtrace.report.model import View
 from gradtrace.report.source import Source
 from gradtrace.report.tuning import (
-    ARGUMENTS_MAX_OPERATORS,
     COVERED_ELEMENTS,
     FULL,
     FULL_VIEW_MAX_ELEMENTS,
@@ -29,9 +25,10 @@ from gradtrace.report.tuning import (
     SAMPLED_ELEMENTS,
     SMALL,
 )
-from gradtrace.tracing.counting import component_finder, counted, counted_sample
-from gradtrace.tracing.coverage import Coverage
-from gradtrace.tracing.influence import Influence
+from gradtrace.table import Table
+from gradtrace.tracing.counting import component_finder, counted, counted_sample, drawn_of
+from gradtrace.tracing.coverage import coverage_of
+from gradtrace.tracing.influence import table_of
 from gradtrace.tracing.traced_program import TracedProgram
 
 SMALL_VIEW_NOTE = (
@@ -39,7 +36,7 @@ SMALL_VIEW_NOTE = (
     "and fewer cells and paths; trace.report('report.html') writes all"
 )
 
-Tables = tuple[dict[str, Influence], tuple[str, ...]]
+Tables = tuple[dict[str, Table], tuple[str, ...]]
 """Influence by kind of components, and notes on it."""
 
 
@@ -50,7 +47,7 @@ def is_large(program: Program) -> bool:
 
 
 def view_of(
-    traced: Measures,
+    traced: TracedProgram,
     sample: int,
     seed: int,
     small: bool = False,
@@ -66,11 +63,8 @@ def view_of(
             f"paths and heat maps are those of the first of {traced.pairs:,} losses; masses and "
             "flow are of their sum",
         )
-    found = None
-    if traced.granularity == "scalar":
-        coverage = traced.coverage(min(sample, COVERED_ELEMENTS), seed)
-        found = _coverage(coverage, "" if small else _contradictions(traced, tables[""]))
-        notes += found.words
+    found = _coverage(coverage_of(traced, min(sample, COVERED_ELEMENTS), seed))
+    notes += found.words
     source = Source(traced, tables, (*traced.notes, *notes))
     made = view(source, sample, seed, SMALL if small else FULL)
     divided = forks(traced, made.modules, small)
@@ -81,18 +75,12 @@ def view_of(
     return replace(made, coverage=found, choices=divided, diagnosis=findings)
 
 
-def _coverage(found: Coverage, contradictions: str) -> model.Coverage:
-    shares = found.median, *found.quartiles, found.opposite, found.cancelled
-    words = (*found.lines(), *([contradictions] if contradictions else []))
-    return model.Coverage(*shares, found.elements, words)
-
-
-def _contradictions(traced: TracedProgram, table: Influence) -> str:
-    """Where the rules contradict each other, in words, if the program is small enough to tell."""
-    if table.measured is not None:  # these are shares of a sample
-        return ""
-    tables = [table, *by_other_rules(traced, _kinds(traced)[""])]
-    return warning_of({each.rule: each.shares for each in tables})
+def _coverage(found: Table) -> model.Coverage:
+    every = found["all"]
+    names = ("median", "lower", "upper", "opposite", "cancelled")
+    median, lower, upper, opposite, cancelled = (float(every[name]) for name in names)
+    shares = median, lower, upper, opposite, cancelled
+    return model.Coverage(*shares, every["elements"], found.notes)
 
 
 def _tables(traced: TracedProgram, small: bool) -> Tables:
@@ -100,31 +88,25 @@ def _tables(traced: TracedProgram, small: bool) -> Tables:
     sample of elements.
     """
     finder, parts = component_finder(traced), dict[str, list[Component]]()
-    for key, kind in _kinds(traced).items():
+    for key, kind in KINDS.items():
         with contextlib.suppress(UnknownName):  # the program has none of this kind
             parts[key] = finder.choose(kind).components
     chosen = ComponentSelection([c for some in parts.values() for c in some], finder.component_bits)
-    notes: tuple[str, ...] = ()
-    if small and traced.granularity == "scalar":
-        table, notes = counted_sample(traced, chosen, SAMPLED_ELEMENTS), (SMALL_VIEW_NOTE,)
-    else:
+    notes, drawn = tuple[str, ...](), drawn_of(traced, SAMPLED_ELEMENTS if small else "auto")
+    if drawn is None:
         try:
-            table = counted(traced, chosen)
+            found = counted(traced, chosen)
         except TooLarge as error:
-            notes = (f"influence is that of {SAMPLED_ELEMENTS:,} sampled elements: {error}",)
-            table = counted_sample(traced, chosen, SAMPLED_ELEMENTS)
-    rows = iter(table.rows)
-    cut = {key: tuple(islice(rows, len(some))) for key, some in parts.items()}
-    return {key: replace(table, rows=some) for key, some in cut.items()}, notes
+            notes, drawn = (f"influence is that of {SAMPLED_ELEMENTS:,} elements: {error}",), 10_000
+    elif small:
+        notes = (SMALL_VIEW_NOTE,)
+    about: dict[str, Any] = {"rule": traced.rule}
+    if drawn is not None:
+        found, about["sampled"] = counted_sample(traced, chosen, drawn), drawn
+    rows = iter(found.rows)
+    cut = {key: replace(found, rows=tuple(islice(rows, len(x)))) for key, x in parts.items()}
+    return {key: table_of(some, {**about, "by": key}) for key, some in cut.items()}, notes
 
 
-def _kinds(traced: TracedProgram) -> dict[str, str | None]:
-    """The kinds of components in a report, by their key there. The first is the default of
-    ``influence()``, except that whole tensors have no labelled slices.
-    """
-    blocks, whole = traced.program.blocks, traced.granularity == "operator"
-    inside = any(block.place.module for block in blocks)
-    kinds: dict[str, str | None] = {"": "operators" if whole and not inside else None}
-    names = ["classes", "operators", *([] if whole else ["labels"])]
-    names += [] if len(blocks) > ARGUMENTS_MAX_OPERATORS else ["arguments"]
-    return kinds | {name: name for name in names}
+KINDS = {"": "modules", "operators": "operators", "labels": "labels"}
+"""The kinds of components in a report, by their key there."""

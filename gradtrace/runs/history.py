@@ -42,7 +42,7 @@ from gradtrace.io.atomic_files import BadFile
 from gradtrace.io.table import Summarised, TextColumn, TextTable
 from gradtrace.io.validation import SchemaMismatch, unfit
 from gradtrace.runs import tuning
-from gradtrace.tracing.influence import Influence, Moments, Row
+from gradtrace.runs.influence import Influence, Moments, Row
 from gradtrace.tracing.moments import SamplingVariance
 
 SCHEMA = 1

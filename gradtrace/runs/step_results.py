@@ -10,8 +10,7 @@ from math import sqrt
 from typing import Any
 
 from gradtrace.runs.history import Norms, StepRecord
-from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.influence import Influence, Moments
+from gradtrace.runs.influence import Influence, Moments
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class StepResult:
     error: Exception | None = None
     seconds: float = 0.0
     share: float = 0.0
-    choices: Choices | None = None
     terms: Mapping[str, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,16 +43,14 @@ class StepResult:
             "note": self.note,
             "seconds": self.seconds,
             "share": self.share,
-            "choices": None if self.choices is None else self.choices.to_dict(),
             "terms": self.terms,
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepResult:
         """The inverse of ``to_dict``."""
-        table, forks = data["influence"], data["choices"]
+        table = data["influence"]
         more = {
-            "choices": None if forks is None else Choices.from_dict(forks),
             "influence": None if table is None else Influence.from_dict(table),
             "norms": {name: Norms(*each) for name, each in data["norms"].items()},
         }
@@ -97,7 +93,6 @@ def merged(step: int, results: Mapping[int, StepResult], world: int) -> StepReco
     norms: dict[str, list[Norms]] = {}
     for name, each in chain.from_iterable((result.norms or {}).items() for result in found):
         norms.setdefault(name, []).append(each)
-    forks = [result.choices for result in found if result.choices is not None]
     terms: dict[str, list[float]] = {}
     for name, number in chain.from_iterable((result.terms or {}).items() for result in found):
         terms.setdefault(name, []).append(number)
@@ -115,7 +110,7 @@ def merged(step: int, results: Mapping[int, StepResult], world: int) -> StepReco
         found[0].seconds,
         found[0].share,
         tuple(notes),
-        forks[0].merge(*forks[1:]).between_modules() if forks else {},
+        {},
         {name: _mean(some) for name, some in terms.items()},
     )
 

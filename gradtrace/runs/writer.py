@@ -20,7 +20,7 @@ from gradtrace.io.atomic_files import BadFile
 from gradtrace.io.strict_json import json_value
 from gradtrace.runs import history
 from gradtrace.runs.history import History, HistoryReader, StepIncident, StepRecord
-from gradtrace.tracing.influence import Influence, Moments, Row
+from gradtrace.runs.influence import Influence, Moments, Row
 
 
 class Writer:

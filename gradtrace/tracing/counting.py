@@ -1,7 +1,7 @@
 """Measures influence: traces the leaves of a program and counts their paths by component.
 
 Of all leaves, of some of them, or of one element: then nothing else is traced. Of a sample of
-elements or rows: these are followed, or counted, one by one.
+elements: these are followed one by one.
 """
 
 from __future__ import annotations
@@ -10,43 +10,36 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from math import log2
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradtrace.autodiff.names import unknown
-from gradtrace.components.components import (
-    ComponentFinder,
-    Components,
-    ComponentSelection,
-)
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.components.components import ComponentFinder, Components, ComponentSelection, spelt
+from gradtrace.errors import GradtraceError, UnknownName, listed
 from gradtrace.ir import memory
-from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.passes.select_leaves import select_leaves
 from gradtrace.ir.passes.storage import choose_storage
-from gradtrace.ir.plan import NO_LIMIT, Storage
+from gradtrace.ir.plan import Storage
 from gradtrace.kernels import backend_of
 from gradtrace.linops.indexing import nearby
 from gradtrace.paths.paths import sampled
-from gradtrace.paths.tensor_paths import TensorPaths
 from gradtrace.pytorch.wrapped_modules import within
+from gradtrace.table import Table
 from gradtrace.tracing.aggregate import HOST
 from gradtrace.tracing.captured_pass import captured
-from gradtrace.tracing.coverage import Coverage, measured, of_paths
 from gradtrace.tracing.executor import TracedLeaf, execute
 from gradtrace.tracing.followed import FollowedPaths, follow_paths
-from gradtrace.tracing.influence import Influence
+from gradtrace.tracing.influence import Count, Counted, table_of
 from gradtrace.tracing.kept_plans import ComponentFacts
-from gradtrace.tracing.leaf_rows import checked_rows, estimated, rows_kept
-from gradtrace.tracing.moments import Drawn, seed_of, unit_of
+from gradtrace.tracing.moments import NOTHING_DRAWN, Drawn, Moments, seed_of, unit_of
 from gradtrace.tracing.pair_executor import execute_pairs
 from gradtrace.tracing.per_sample import Pairs
-from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.tally import Tally, with_gradient
 from gradtrace.tracing.traced_program import TracedProgram, indices
-from gradtrace.tracing.traced_value import TracedValue
 from gradtrace.tracing.uniform_tally import UniformTally
 
 Leaves = str | Sequence[str]
@@ -54,11 +47,16 @@ Leaves = str | Sequence[str]
 
 Index = int | Sequence[int]
 
+Sample = int | Literal["auto"] | None
+
+EXACT_MAX_ELEMENTS, AUTO_SAMPLE = 20_000_000, 10_000
+"""With ``sample="auto"`` up to so many elements are all counted; of more, some are drawn."""
+
+NAMED = 4
+"""How many parameters without a gradient are named."""
+
 WHAT = "measuring influence"
-REMEDY = (
-    "trace fewer samples at a time, sampled elements: influence(sample=10_000), or whole tensors: "
-    "granularity='operator'"
-)
+REMEDY = "trace fewer samples at a time, or sampled elements: influence(sample=10_000)"
 
 
 def component_finder(traced: TracedProgram) -> ComponentFinder:
@@ -68,40 +66,38 @@ def component_finder(traced: TracedProgram) -> ComponentFinder:
     return ComponentFinder(*given)
 
 
-def chosen_components(traced: TracedProgram, components: Components) -> ComponentSelection:
+def chosen_components(traced: TracedProgram, by: Components) -> ComponentSelection:
     """The components of a program by their names; found once for all programs of its structure."""
-    return traced.kept.chosen(lambda: component_finder(traced), components)
+    return traced.kept.chosen(lambda: component_finder(traced), by)
 
 
-def counted(traced: TracedProgram, chosen: ComponentSelection) -> Influence:
-    """The table of the chosen components, over the paths of all elements."""
-    facts, storage = traced.kept.facts(chosen), NO_LIMIT
-    if traced.granularity == "scalar":
-        kept, budget = traced.uses_kept, traced.budget
-        edges = facts.bounds(traced.program) if traced.rule == "edge" else None
-        storage = choose_storage(traced.program, traced.backend, kept, budget, WHAT, REMEDY, edges)
+def counted(traced: TracedProgram, chosen: ComponentSelection) -> Counted:
+    """The counts of the chosen components, over the paths of all elements."""
+    facts, kept = traced.kept.facts(chosen), traced.uses_kept
+    edges = facts.bounds(traced.program) if traced.rule == "edge" else None
+    given = traced.program, traced.backend, kept, traced.budget
+    storage = choose_storage(*given, WHAT, REMEDY, edges)
     with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
-        uniform = _uniform_tally(traced, facts, storage)
-        if uniform is not None:
+        if (uniform := _uniform_tally(traced, facts, storage)) is not None:
             sums = uniform.counted(traced.program.constants, traced.backend)
-            table = Influence.of_sums(*facts.described(traced.program), sums, uniform.own)
-            return replace(table, notes=(*traced.notes, *table.notes))
+            found = Counted.of_sums(*facts.described(traced.program), sums, uniform.own)
+            return found.noted(*traced.notes)
         if (executed := _executed_at_once(traced, facts, storage)) is not None:
             return executed
         with _captured(traced, facts, storage) as tally:
             if tally is None:
                 parts = facts, traced.program, traced.pairs, traced.backend
                 tally = Tally(*parts, storage.batch_bytes)
-                for found, gradient in _traced_leaves(traced, facts, storage):
-                    tally.add(found, gradient)
-            return tally.result(traced.rule, "count", traced.notes)
+                for leaf, gradient in _traced_leaves(traced, facts, storage):
+                    tally.add(leaf, gradient)
+            return tally.result(traced.notes)
 
 
 def _captured(
     traced: TracedProgram, facts: ComponentFacts, storage: Storage
 ) -> AbstractContextManager[Tally | None]:
     """The counts of all leaves by a graph of launches, if there is one."""
-    if traced.granularity != "scalar" or traced.pairs > 1 or not traced.backend.synchronises:
+    if traced.pairs > 1 or not traced.backend.synchronises:
         return nullcontext()
     plan = facts.plan(traced.program, traced.rule, storage)
     return captured(facts, plan, traced.program, traced.backend)
@@ -111,50 +107,23 @@ def _uniform_tally(
     traced: TracedProgram, facts: ComponentFacts, storage: Storage
 ) -> UniformTally | None:
     """Counts the leaves without executing the plan; None if it must be executed."""
-    once = traced.granularity == "scalar" and traced.pairs == 1
-    if not once or not traced.backend.sums_groups:
+    if traced.pairs > 1 or not traced.backend.sums_groups:
         return None
     return facts.uniform(traced.program, facts.plan(traced.program, traced.rule, storage))
 
 
 def _executed_at_once(
     traced: TracedProgram, facts: ComponentFacts, storage: Storage
-) -> Influence | None:
-    """The table of a plan that the compiled library executes in one call; None if Python does."""
-    once = traced.granularity == "scalar" and traced.pairs == 1
-    if not once or not traced.backend.sums_groups:
+) -> Counted | None:
+    """The counts of a plan that the compiled library executes in one call; None if Python does."""
+    if traced.pairs > 1 or not traced.backend.sums_groups:
         return None
     program, backend = traced.program, traced.backend
     kept = facts.table(program, facts.plan(program, traced.rule, storage), backend)
     found = kept.counted(program, backend)
     if found is None:
         return None
-    table = Influence.of_sums(*facts.described(program), *found)
-    return replace(table, rule=traced.rule, notes=(*traced.notes, *table.notes))
-
-
-def counted_rows(
-    traced: TracedProgram, chosen: ComponentSelection, leaf_rows: float, seed: int = 0
-) -> Influence:
-    """``counted``, over random rows of large leaves: a part of their rows, or so many."""
-    part, sampled = rows_kept(traced, checked_rows(leaf_rows), seed)
-    facts = part.kept.facts(chosen)
-    storage = choose_storage(part.program, part.backend, part.uses_kept, part.budget, WHAT, REMEDY)
-    # apart, as the counts of whole leaves, which are few, are read, and those of rows are not
-    whole, some = (
-        Tally(facts, part.program, 1, part.backend, storage.batch_bytes // 2) for _ in range(2)
-    )
-    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
-        for found, gradient in _traced_leaves(part, facts, storage):
-            leaf = sampled.get(found.leaf.value)
-            if leaf is None:
-                whole.add(found, gradient)
-            else:
-                gradient = found.gradient if gradient is None else gradient
-                leaf.found = some.add_rows(found, gradient, leaf.groups)
-        some.count_pending()
-        table = whole.result(traced.rule, "count", traced.notes)
-        return estimated(traced, facts, sampled.values(), table)
+    return Counted.of_sums(*facts.described(program), *found).noted(*traced.notes)
 
 
 def _traced_leaves(
@@ -162,9 +131,6 @@ def _traced_leaves(
 ) -> Iterator[tuple[TracedLeaf, Tensor | None]]:
     """Trace the program: its leaves, each with its gradient; None of those that are sparse."""
     program, rule, backend = traced.program, traced.rule, traced.backend
-    if traced.granularity == "operator":
-        yield from _traced_tensors(traced, facts.chosen.component_bits)
-        return
     if traced.pairs == 1:
         for found in execute(facts.plan(program, rule, storage), program.constants, backend):
             if rule == "viterbi":
@@ -186,38 +152,10 @@ def _traced_leaves(
         yield found, other.gradient
 
 
-def _traced_tensors(
-    traced: TracedProgram, component_bits: ComponentBits
-) -> Iterator[tuple[TracedLeaf, Tensor]]:
-    """``_traced_leaves`` at operator granularity: a leaf's elements all have its path."""
-    if component_bits.slices:
-        raise GradtraceError(
-            "a path of whole tensors runs through all slices of a labelled one; measure labels "
-            "with granularity='scalar'"
-        )
-    for pair in range(traced.pairs):
-        follower = traced.builder(pair).follower
-        coarse = TensorPaths(traced.program, traced.rule, follower.seed)
-        for leaf in traced.program.leaves:
-            chain = coarse.chain(leaf.value)
-            bits = 1 if chain.links else 0
-            for link in chain.links:
-                bits |= component_bits.block.get(link.block, 0)
-                bits |= component_bits.position.get((link.block, link.position), 0)
-            gradient = follower.gradients[leaf.value]
-            state = TracedValue(gradient, 0, chain.reached.int(), ProvenanceTable((bits,)))
-            yield TracedLeaf(leaf, state, pair), gradient
-
-
 def counted_sample(
     traced: TracedProgram, chosen: ComponentSelection, sample: int, seed: int = 0
-) -> Influence:
+) -> Counted:
     """``counted`` over the paths of a random sample of elements, which are followed one by one."""
-    if traced.granularity == "operator":
-        raise GradtraceError(
-            "at operator granularity a leaf has one path, and there is nothing to sample; "
-            "trace with granularity='scalar', or leave sample out"
-        )
     sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     population = sum(sizes.values())
     drawn = Drawn(min(sample, population), population)
@@ -225,22 +163,7 @@ def counted_sample(
         follow_paths(traced, sampled(sizes, sample, seed_of(seed, pair)), pair, chosen)
         for pair in range(traced.pairs)
     )
-    table = count_followed(traced, chosen, followed, drawn=drawn)
-    assert table.measured is not None
-    return replace(
-        table,
-        notes=(_drawn_note(drawn, traced.pairs), *table.notes),
-        measured=replace(table.measured, sampled=drawn.sample < population),
-    )
-
-
-def _drawn_note(drawn: Drawn, pairs: int) -> str:
-    if not drawn.left:
-        return f"paths of {drawn.sample:,} elements"
-    many = f"{drawn.sample:,} of {drawn.population:,} elements, drawn at random"
-    if pairs > 1:
-        return f"paths of {many} for each loss; ± is the standard error over losses and samples"
-    return f"paths of {many}; ± is the standard error of that sample"
+    return count_followed(traced, chosen, followed, drawn=drawn)
 
 
 def count_followed(
@@ -249,22 +172,20 @@ def count_followed(
     followed: Iterable[FollowedPaths],
     sizes: Mapping[int, int] | None = None,
     drawn: Drawn | None = None,
-) -> Influence:
+) -> Counted:
     """``counted`` over the paths of some elements, which have been followed one by one. ``sizes``
     are the numbers of elements that count as a component's own, by value (None: of whole leaves).
-    ``drawn``: they were drawn at random for each pair, so that the table has standard errors.
+    ``drawn``: they were drawn at random for each pair, so that shares have standard errors.
     """
     tally = Tally(traced.kept.facts(chosen), traced.program, traced.pairs, backend_of(HOST))
     if sizes is None:
         sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
-    coverage = Coverage((), sampled=False)
     for each in followed:
-        coverage += of_paths(traced, each)
         if drawn is not None and tally.drawn is None:
             tally.drawn = drawn._replace(unit=unit_of(each.gradient))
         counts = {value: len(some) for value, some in each.drawn.items()}
         tally.add_some(counts, each.pair, each.provenance, each.gradient, sizes)
-    return replace(tally.result(traced.rule, "count", traced.notes), measured=coverage)
+    return tally.result(traced.notes)
 
 
 # Some leaves, or one element ----------------------------------------------------------------------
@@ -330,66 +251,151 @@ def _matching(names: Iterable[str], pattern: str) -> list[str]:
 
 def influence_of(
     traced: TracedProgram,
-    chosen: ComponentSelection,
-    of: Leaves | None,
+    by: Components = None,
+    of: Leaves | None = None,
     index: Index | None = None,
-    sample: tuple[int, int] | None = None,
-    rows: tuple[float, int] | None = None,
-) -> Influence:
-    """The influence on some leaves (None: on all), or on the element ``index`` of one of them.
-    ``sample``: over that many random elements, with a seed; ``rows``: of that part of the rows of
-    large leaves, with a seed.
-    """
-    if rows is not None and (index is not None or sample is not None):
-        raise GradtraceError("leaf_rows counts rows of whole leaves: leave sample and index out")
+    sample: Sample = "auto",
+    seed: int = 0,
+) -> Table:
+    """The influence on some leaves (None: on all), or on the element ``index`` of one of them."""
+    found, about = counts_of(traced, by, of, index, sample, seed)
+    silent = [silent_note(traced.silent)] if traced.silent and of is None else []
+    return table_of(found, about, silent)
+
+
+def counts_of(
+    traced: TracedProgram,
+    by: Components = None,
+    of: Leaves | None = None,
+    index: Index | None = None,
+    sample: Sample = "auto",
+    seed: int = 0,
+) -> tuple[Counted, dict[str, Any]]:
+    """What ``influence_of`` makes its table of, and what that is about."""
+    chosen = chosen_components(traced, by)
+    about: dict[str, Any] = {"rule": traced.rule, "by": chosen.by or spelt(by)}
     if index is not None:
         name = only_leaf(traced, of)
-        if sample is not None:
+        if sample not in ("auto", None):
             raise GradtraceError(f"index names one element of {name}: leave sample out")
-        return _counted_element(selected(traced, name), chosen, name, index)
+        found = _counted_element(selected(traced, name), chosen.counted, name, index)
+        return divided(chosen, found), about
     part = traced if of is None else selected(traced, of)
-    if rows is not None:
-        table = counted_rows(part, chosen, *rows)
+    drawn = drawn_of(part, sample)
+    if drawn is None:
+        found = counted(part, chosen.counted)
     else:
-        table = counted(part, chosen) if sample is None else counted_sample(part, chosen, *sample)
-    return table if of is None else _noted(table, of if isinstance(of, str) else ", ".join(of))
+        found = counted_sample(part, chosen.counted, drawn, seed)
+        about["sampled"] = drawn
+    words = [] if drawn is None else [_drawn_note(drawn, elements_of(part), traced.pairs)]
+    if of is not None:
+        words.append(f"influence on {of if isinstance(of, str) else ', '.join(of)} alone")
+    return divided(chosen, found).noted(*words), about
 
 
-def _noted(table: Influence, of: str) -> Influence:
-    return replace(table, notes=(f"influence on {of} alone", *table.notes))
+def elements_of(traced: TracedProgram) -> int:
+    """How many elements the leaves have."""
+    return sum(leaf.tensor.numel() for leaf in traced.leaves.values())
+
+
+def drawn_of(traced: TracedProgram, sample: Sample) -> int | None:
+    """How many elements to draw; None for all of them."""
+    elements = elements_of(traced)
+    if sample == "auto":
+        return AUTO_SAMPLE if elements > EXACT_MAX_ELEMENTS else None
+    if sample is None:
+        return None
+    drawn = positive("sample", sample)
+    return drawn if drawn < elements else None
+
+
+def _drawn_note(drawn: int, elements: int, pairs: int) -> str:
+    many = f"{drawn:,} of {elements:,} elements, drawn at random"
+    if pairs > 1:
+        return f"paths of {many} for each loss; ± is the standard error over losses and samples"
+    return f"paths of {many}; ± is the standard error; sample=None counts all"
+
+
+def silent_note(names: Sequence[str]) -> str:
+    """Which parameters the loss does not depend on, in words."""
+    return f"No gradient: {listed(names, NAMED)}; watch.diagnose(loss) says why"
 
 
 def _counted_element(
     traced: TracedProgram, chosen: ComponentSelection, name: str, index: Index
-) -> Influence:
+) -> Counted:
     """The influence on one element: its path to each of the losses, followed one by one."""
-    if traced.granularity == "operator":
-        raise GradtraceError(
-            "at operator granularity a leaf is followed as a whole: leave index out, or trace with "
-            "granularity='scalar'"
-        )
     value, element = traced.element(name, index)
     drawn = {value: torch.tensor([element], device="cpu")}
     followed = (follow_paths(traced, drawn, pair, chosen) for pair in range(traced.pairs))
-    table = count_followed(traced, chosen, followed, {value: 1})
-    return _noted(table, f"{name}{list(indices(index)) or ''}")
+    found = count_followed(traced, chosen, followed, {value: 1})
+    return found.noted(f"influence on {name}{list(indices(index)) or ''} alone")
 
 
-def coverage_of(
-    traced: TracedProgram,
-    known: dict[tuple[object, ...], Coverage],
-    of: Leaves | None,
-    sample: int,
-    seed: int,
-) -> Coverage:
-    """The coverage of a sample of elements of some leaves (None: of all); ``known`` has those that
-    were measured before, which are available after an optimiser's step.
+def positive(word: str, number: Any) -> int:
+    """The number, or an error if it is no number of paths."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise GradtraceError(f"{word} is a number of paths from 1 on, not {number!r}")
+    return number
+
+
+# Forks --------------------------------------------------------------------------------------------
+
+
+def divided(chosen: ComponentSelection, found: Counted) -> Counted:
+    """The counts of what was chosen, from those of ``chosen.counted``. At a fork those elements are
+    eligible that could take at least two of its branches, and come to it.
     """
-    key = (traced.rule, sample, seed, None if of is None else tuple(leaf_names(traced, of)))
-    if key not in known:
-        traced.check_unchanged()
-        known[key] = measured(traced if of is None else selected(traced, of), sample, seed)
-    return known[key]
+    if not chosen.forks:
+        return found
+    taken: dict[str, Count] = {}
+    for row in found.rows:
+        before = taken.get(row.name)
+        taken[row.name] = row if before is None else _added(before, row)
+    rows = [_of_fork(each.name, chosen, taken) for each in chosen.components]
+    return replace(found, rows=tuple(_forks_ranked(rows, chosen) if chosen.by else rows))
+
+
+def _forks_ranked(rows: Sequence[Count], chosen: ComponentSelection) -> list[Count]:
+    """The branches fork by fork: those between modules first, each by information."""
+    found = dict[int, float]()
+    for row in rows:
+        fork, share = id(chosen.forks[row.name][1]), row.count.share
+        bits = -float(row.count.e) * share * log2(share) if 0 < share < 1 else 0.0
+        found[fork] = found.get(fork, 0.0) + bits
+    forks = {row.name: chosen.forks[row.name][1] for row in rows}
+    order = {key: n for n, key in enumerate(found)}
+    ranks = {n: (not f.between, -found[id(f)], order[id(f)]) for n, f in forks.items()}
+    return sorted(rows, key=lambda row: ranks[row.name])
+
+
+def _of_fork(name: str, chosen: ComponentSelection, taken: Mapping[str, Count]) -> Count:
+    if name not in chosen.forks:
+        return taken[name]
+    branch, (every, _) = chosen.forks[name]
+    mine, others = taken[branch], [taken[n] for n in dict.fromkeys(b.name for b in every)]
+    count, gradient = (
+        Moments.over(of(mine).through, _summed([of(each).through for each in others]))
+        for of in (attrgetter("count"), attrgetter("gradient"))
+    )
+    if (known := mine.count.sampling) is not None and known.units:
+        left = count.e * known.left / known.units
+        count.sampling = NOTHING_DRAWN._replace(units=count.e, left=left)
+    return Count(name, 0, mine.unreached, count, gradient)
+
+
+def _added(one: Count, other: Count) -> Count:
+    """The counts of a branch at two forks of one name."""
+    count, gradient = (
+        Moments.over(_summed([a.through, b.through]), (), a.sampling)
+        for a, b in ((one.count, other.count), (one.gradient, other.gradient))
+    )
+    return replace(one, unreached=one.unreached + other.unreached, count=count, gradient=gradient)
+
+
+def _summed(some: Sequence[Sequence[float]]) -> list[float]:
+    """The sums of the numbers of each loss."""
+    return [sum(each) for each in zip(*some)]
 
 
 def only_leaf(traced: TracedProgram, of: Leaves | None) -> str:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradtrace.components.components import ComponentSelection
-from gradtrace.errors import GradtraceError
 from gradtrace.ir.passes.provenance import NO_COMPONENTS, ComponentBits
 from gradtrace.kernels.operands import Floats, Whole
 from gradtrace.kernels.path_table import NOT_WHOLE
@@ -133,11 +132,6 @@ def drawn_sample(
     """Random elements, by value, for each of some losses: of a vector of losses at most
     ``max_losses`` are chosen at random, and the sample is divided among them.
     """
-    if traced.granularity == "operator":
-        raise GradtraceError(
-            "at operator granularity paths run through whole tensors and have no weight, so there "
-            "is no part of a gradient that they carry; trace with granularity='scalar'"
-        )
     sizes = {leaf.value: leaf.tensor.numel() for leaf in traced.leaves.values()}
     generator = seeded(seed)
     losses = torch.randperm(traced.pairs, generator=generator, device="cpu")[:max_losses]

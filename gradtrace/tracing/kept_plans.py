@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import attrgetter
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from gradtrace.components.components import (
     ComponentFinder,
     Components,
     ComponentSelection,
+    spelt,
 )
 from gradtrace.components.series import alternatives
 from gradtrace.ir.optimise import optimise
@@ -236,18 +237,16 @@ class KeptPlans:
         both = (map(attrgetter(part), self.structure.blocks) for part in ("steps", "merges"))
         return sum(sum(map(len, each)) for each in both)
 
-    def chosen(
-        self, finder: Callable[[], ComponentFinder], components: Components
-    ) -> ComponentSelection:
-        """``finder().choose(components)``, found once."""
-        key = _spelling(components)
+    def chosen(self, finder: Callable[[], ComponentFinder], by: Components) -> ComponentSelection:
+        """``finder().choose(by)``, found once."""
+        key = _spelling(by := spelt(by))
         if key is None:
-            return finder().choose(components)
+            return finder().choose(by)
         found = self.selections.get(key)
         if found is None:
             if len(self.selections) >= MAX_SELECTIONS:
                 self.selections.clear()
-            found = self.selections[key] = finder().choose(components)
+            found = self.selections[key] = finder().choose(by)
         return found
 
     def facts(self, chosen: ComponentSelection) -> ComponentFacts:
@@ -420,23 +419,15 @@ def forget() -> None:
     RECORDINGS.clear()
 
 
-def _spelling(components: Components) -> Hashable:
+def _spelling(by: Any) -> Hashable:
     """Components as a key; None if they are no names, which an error will say, or if they do not
     follow from the structure alone: which experts were called is in the data.
     """
-    if "expert" in str(components):
+    if "expert" in str(by) or isinstance(by, ComponentSelection):
         return None
-    if components is None or isinstance(components, str):
-        return ("kind", components)
-    if isinstance(components, Mapping):
-        parts = [
-            (name, value if isinstance(value, str) else tuple(value))
-            for name, value in components.items()
-            if isinstance(value, (str, list, tuple))
-        ]
-        key: Hashable = ("groups", *parts) if len(parts) == len(components) else None
-    else:
-        key = ("names", *components) if isinstance(components, (list, tuple)) else None
+    if isinstance(by, Mapping):
+        by = [(name, tuple(x) if isinstance(x, list) else x) for name, x in by.items()]
+    key: Hashable = (type(by), *by) if isinstance(by, list) else by
     try:
         hash(key)
     except TypeError:

@@ -168,6 +168,11 @@ class Moments:
         return cls(*(Fraction(*pair) for pair in pairs))
 
     @property
+    def sums(self) -> tuple[float, float]:
+        """Σt and Σe as floats."""
+        return self.single() or (as_float(self.t), as_float(self.e))
+
+    @property
     def t(self) -> Fraction:
         """``Σt``."""
         return self.parts()[0]

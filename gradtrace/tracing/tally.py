@@ -1,9 +1,9 @@
-"""Counts paths by leaf and provenance, and makes the ``Influence`` table of the counts."""
+"""Counts paths by leaf and provenance, and adds the counts up by component."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, repeat, starmap
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from gradtrace.paths.path_forest import PathProvenance
 from gradtrace.tracing import fixed_pass
 from gradtrace.tracing.aggregate import Counts, LeafSums, grouped, own_elements
 from gradtrace.tracing.executor import TracedLeaf
-from gradtrace.tracing.influence import Influence, Weight
+from gradtrace.tracing.influence import Counted
 from gradtrace.tracing.kept_plans import ComponentFacts
 from gradtrace.tracing.moments import NOTHING_DRAWN, Drawn, KnownVariance, drawn_variances
 from gradtrace.tracing.traced_value import (
@@ -261,21 +261,6 @@ class Tally:
         self.uniform.clear()
         self.held_bytes = 0
 
-    def add_rows(self, found: TracedLeaf, gradient: Tensor, groups: int) -> LeafCounts:
-        """Count rows of a leaf, in ``groups`` of equal size, for ``row_sums``: not in ``result``,
-        and known after it.
-        """
-        state = materialise(found.state, self.backend).with_provenance(self.backend)
-        ids, (rows, extra) = state.ids, state.provenance
-        assert ids is not None
-        entries = len(rows) + 1
-        shift = torch.arange(groups, dtype=ids.dtype, device=ids.device) * entries
-        ids, gradient = ids.reshape(groups, -1) + shift.unsqueeze(1), gradient.reshape(groups, -1)
-        value = found.leaf.value
-        leaf = LeafCounts(self.facts.names[value], value, 0, gradient.numel())
-        self._count_ids(ids, gradient, PendingLeaf(leaf, rows, extra, 0, 0, 0, groups * entries))
-        return leaf
-
     def add_some(
         self,
         drawn: Mapping[int, int],
@@ -320,8 +305,8 @@ class Tally:
         self.facts.reachable(self.program)  # now, so that it overlaps with work on a GPU
         return found
 
-    def result(self, rule: str, weight: Weight, notes: Iterable[str] = ()) -> Influence:
-        """The influence table of all leaves counted so far."""
+    def result(self, notes: Iterable[str] = ()) -> Counted:
+        """The counts of all leaves so far, by component."""
         self._flush_uniform()
         place, reach = self.facts.reachable(self.program)
         order = [place[leaf.value] for leaf in self.leaves]
@@ -336,8 +321,7 @@ class Tally:
             known = self._variances(self.drawn, (sums.through, sums.eligible), squares)
         names, sizes = [leaf.name for leaf in self.leaves], [leaf.size for leaf in self.leaves]
         own = own_elements(names, order, sizes, reach, len(bits))
-        table = Influence.of_sums(*self.facts.described(self.program), sums, own, known)
-        return replace(table, weight=weight, rule=rule, notes=(*notes, *table.notes))
+        return Counted.of_sums(*self.facts.described(self.program), sums, own, known).noted(*notes)
 
     def _variances(
         self,

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from gradtrace.paths.path_search import PathFollower
 from gradtrace.paths.paths import Builder
 from gradtrace.pytorch.replaced_data import data_of, have_data
 from gradtrace.pytorch.wrapped_modules import named_parameters
-from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.kept_plans import KEPT, KeptPlans
 from gradtrace.types import ravel
 
@@ -40,7 +38,6 @@ class TracedProgram:
     program: Program = field(repr=False)
     gradients: LazyGradients = field(repr=False)
     rule: str
-    granularity: str
     pairs: int
     modules: Mapping[str, str] = field(repr=False)  # class by name
     names: dict[int, str] = field(repr=False)  # by leaf value
@@ -49,7 +46,6 @@ class TracedProgram:
     whole: WholeProgram | None = field(default=None, repr=False)  # where parts are found
     unseen: tuple[str, ...] = field(default=(), repr=False)  # notes on modules that were not called
     _states: TensorStates | None = field(default=None, repr=False)  # not checked anew in copies
-    divided: Choices | None = field(default=None, init=False, repr=False)  # of all elements
     _followers: dict[int, PathFollower] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,18 +66,6 @@ class TracedProgram:
     def kept(self) -> KeptPlans:
         """The plans of losses of this structure."""
         return KEPT.of(self.program, self.names, self.modules, self.gradients.aliases)
-
-    def held_bytes(self, most: int) -> float:
-        """The bytes of the weights, activations and gradients that the program holds; infinite for
-        more than ``most`` tensors, and for a sharded model.
-        """
-        assert self._states is not None
-        tensors = [*[t for t, _ in self._states.versions], *self.program.kept.values()]
-        if len(tensors) > most or self.sharded:
-            return inf
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        held: dict[int, int] = {each.data_ptr(): each.nbytes() for each in storages}
-        return sum(held.values())
 
     @property
     def sharded(self) -> bool:

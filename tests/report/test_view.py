@@ -459,10 +459,10 @@ def test_tables_are_those_of_the_trace(make: Callable[..., Trace], granularity: 
         table = trace.influence(kind or None)
         assert columns["name"] == [row.name for row in table]
         for n, row in enumerate(table):
-            assert columns["through"][n] == row.count.t
-            assert columns["eligible"][n] == row.count.e
-            assert same(columns["share"][n], row.count.share)
-            assert columns["weighted"][n] == pytest.approx(row.gradient.share, nan_ok=True)
+            assert columns["through"][n] == row.through
+            assert columns["eligible"][n] == row.eligible
+            assert same(columns["share"][n], row.share)
+            assert columns["weighted"][n] == pytest.approx(row.weighted, nan_ok=True)
             assert (columns["own"][n], columns["unreached"][n]) == (row.own, row.unreached)
             at = columns["module"][n]
             is_module = kind == "" and bool(trace.modules)
