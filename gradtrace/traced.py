@@ -264,7 +264,8 @@ class Trace(Measures):
         1.0
         """
         self.check_unchanged()
-        return possible(decomposed(self, component_finder(self).choose(components)))
+        chosen = component_finder(self).choose(components)
+        return possible(decomposed(self, chosen, components))
 
     def flow(self) -> Flow:
         """Gradient magnitude along depth, per module, and a diagnosis in names: whether it

@@ -59,7 +59,7 @@ def conflicts(
         )
         work.begin("comparing gradients")
         found = watched.conflicts(terms)
-    table = (found.by_parameter() if by_parameter else found).table()
+    table = found.by_parameter() if by_parameter else found
     if as_json:
         write_json({"terms": list(found.terms), "conflicts": data(table, top)})
     else:

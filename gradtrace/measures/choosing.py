@@ -61,7 +61,7 @@ def all_choices(traced: TracedProgram) -> Choices:
 
 def _gradients(traced: TracedProgram, chosen: ComponentSelection) -> list[float]:
     """Of each branch ⟨g_branch, g⟩: what the gradient through it adds to the gradient, signed."""
-    return [float(row.whole.t) for row in decomposed(traced, chosen).rows]
+    return decomposed(traced, chosen).column("dot")
 
 
 def _masses(traced: TracedProgram, chosen: ComponentSelection) -> list[float]:

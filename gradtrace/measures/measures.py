@@ -10,8 +10,9 @@ from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
 from gradtrace.measures.agreement import Agreement, agreement
 from gradtrace.measures.choosing import choices
-from gradtrace.measures.mass import Mass, cancellation_of, mass_of
+from gradtrace.measures.mass import mass_of
 from gradtrace.measures.spectrum import Spectrum, spectrum_of
+from gradtrace.table import Table
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.counting import Leaves, component_finder, coverage_of
 from gradtrace.tracing.coverage import Coverage
@@ -23,10 +24,11 @@ class PathSums(TracedProgram):
     """A traced program with its sums over all paths; they do not depend on a rule."""
 
     @isolated()
-    def mass(self, components: Components = None, p: float = 1.0) -> Mass:
+    def mass(self, components: Components = None, p: float = 1.0) -> Table:
         """The share of the mass of all paths, ``Σ |weight|**p``, that passes each component.
 
-        All paths count, each by its weight. See ``Mass`` for what is divided by what.
+        All paths count, each by its weight. ``about["cancellation"]`` says how many times the
+        gradient they carry. See ``mass_of`` for what is divided by what.
 
         Args:
             components: Modules, groups or kinds of parts, as for ``Trace.influence``.
@@ -44,20 +46,6 @@ class PathSums(TracedProgram):
         """
         self.check_unchanged()
         return mass_of(self, components, p)
-
-    @isolated()
-    def cancellation(self) -> float:
-        """``Σ |weight| / Σ |gradient|``, at least 1: how many times the gradient all paths carry,
-        the rest of which cancels. For several losses, of their sum. nan if the gradient is 0, NaN
-        or infinite.
-
-        >>> import torch, gradtrace as gt
-        >>> x = torch.tensor(2.0, requires_grad=True)
-        >>> gt.trace(3 * x - 2 * x, names={"x": x}).cancellation()
-        5.0
-        """
-        self.check_unchanged()
-        return cancellation_of(self)
 
     @isolated()
     def spectrum(self, by: str = "length", p: float = 1.0, *, of: str | None = None) -> Spectrum:
