@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -13,7 +13,7 @@ from gradtrace import report as reports
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, spelt
 from gradtrace.errors import GradtraceError, TooLarge
-from gradtrace.flow import Flow, begin, flow_of
+from gradtrace.flow import norms_of
 from gradtrace.ir import interpreter, memory
 from gradtrace.measures.decompose import decomposed, possible
 from gradtrace.measures.decomposition import Decomposition
@@ -25,6 +25,7 @@ from gradtrace.report import attribution as attributed
 from gradtrace.report import saving
 from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.semirings import Count
+from gradtrace.table import Table
 from gradtrace.tracing.counting import Leaves, chosen_components, component_finder, influence_of
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.traced_program import indices
@@ -267,22 +268,29 @@ class Trace(Measures):
         chosen = component_finder(self).choose(components)
         return possible(decomposed(self, chosen, components))
 
-    def flow(self) -> Flow:
-        """Gradient magnitude along depth, per module, and a diagnosis in names: whether it
-        vanishes, explodes or dies.
-        """
-        return self.begin_flow()()
-
     @isolated()
-    def begin_flow(self) -> Callable[[], Flow]:
-        """Begin to measure ``flow``, which a GPU does beside what follows; the function returned
-        waits for it.
+    def norms(self) -> Table:
+        """Gradient norms by module, nearest to the loss first, and a diagnosis in names: whether
+        the gradient vanishes, explodes or dies.
+
+        Returns:
+            A row for each module. ``norm`` is the largest at its output, ``gain`` what it hands on
+            over that, ``zeros`` the share of zeros, ``own`` the norm of its parameters' gradients.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> gt.trace(x.square().sum(), names={"x": x}).norms()["(top)"].own
+        10.0
         """
         self.check_unchanged()
-        what, remedy = "measuring flow", "trace fewer samples at a time"
-        memory.see(memory.streaming(self.program), self.backend, what, remedy)
-        sizes = begin(self.program, self.program.seed, norms=True)
-        return isolated()(lambda: flow_of(self.program, self.names, self.modules, size=sizes()))
+        memory.see(
+            memory.streaming(self.program),
+            self.backend,
+            "measuring norms",
+            "trace fewer samples at a time",
+        )
+        found = norms_of(self.program, self.names, self.modules)
+        return replace(found, about={**found.about, "losses": self.pairs})
 
     # Output ------------------------------------------------------------------------------------
 
@@ -302,7 +310,7 @@ class Trace(Measures):
         tables = {kind: replace(each, measured=each.coverage) for kind, each in tables.items()}
         coarse = self.granularity == "operator"
         paths = [] if coarse else list(self.paths(sample=sample, seed=seed))
-        saving.save(path, self, view, tables, self.flow(), paths)
+        saving.save(path, self, view, tables, self.norms(), paths)
 
     @isolated()
     def report(

@@ -771,7 +771,7 @@ def test_a_share_of_nothing_has_no_text() -> None:
     for trace in (watch.trace(out.sum()), watch.trace(out[:, 0]), cancels):
         results: list[Any] = [trace.decompose("operators"), trace.influence("operators")]
         results += [trace.mass("operators"), trace.choices(), trace.coverage(), trace.spectrum()]
-        results += [trace.paths(sample=3), trace.agreement(), trace.flow(), trace.decompose()]
+        results += [trace.paths(sample=3), trace.agreement(), trace.norms(), trace.decompose()]
         for result in results:
             assert "nan" not in f"{result} {result!r} {result._repr_html_()}", result
     path = cancels.path("a", 0)

@@ -15,7 +15,6 @@ from torch import Tensor
 from gradtrace import report as reports
 from gradtrace.autodiff.names import Gradients, unknown
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
-from gradtrace.flow import Flow
 from gradtrace.io import container, schemas
 from gradtrace.measures.choosing import all_choices
 from gradtrace.paths.paths import Path, Paths, PathStep
@@ -24,6 +23,7 @@ from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
 from gradtrace.runs import history
+from gradtrace.table import Table
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.traced_program import TracedProgram
@@ -42,7 +42,7 @@ class Viewed(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """A trace as it was saved: gradients, influence, flow, and paths of a sample of elements."""
+    """A trace as it was saved: gradients, influence, norms, and paths of a sample of elements."""
 
     gradients: Gradients = field(repr=False)
     rule: str
@@ -51,7 +51,7 @@ class Saved:
     modules: Mapping[str, str] = field(repr=False)
     notes: tuple[str, ...] = field(repr=False)
     _tables: Mapping[str, Influence] = field(repr=False)
-    _flow: Flow = field(repr=False)
+    _norms: Table = field(repr=False)
     _paths: Paths = field(repr=False)
     _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
     _choices: Choices | None = field(default=None, repr=False)  # None: in older files
@@ -84,9 +84,9 @@ class Saved:
             )
         return self._choices
 
-    def flow(self) -> Flow:
-        """Gradient magnitude along depth."""
-        return self._flow
+    def norms(self) -> Table:
+        """Gradient norms by module."""
+        return self._norms
 
     def paths(self, name: str | None = None) -> Paths:
         """The saved paths, of all leaves or of one.
@@ -185,7 +185,7 @@ def save(
     trace: TracedProgram,
     view: reports.View,
     tables: Mapping[str, Influence],
-    flow: Flow,
+    norms: Table,
     paths: Sequence[Path],
 ) -> None:
     """Write a trace, and what was measured of it, to a file."""
@@ -202,7 +202,7 @@ def save(
         "leaves": list(trace.gradients),
         "notes": list(trace.notes),
         "tables": {kind: table.to_dict() for kind, table in tables.items()},
-        "flow": flow.to_dict(),
+        "norms": norms.to_dict(),
         "kinds": kinds,
         **divided,
     }
@@ -220,7 +220,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         path: A ``.gradtrace`` file.
 
     Returns:
-        The trace as saved: tables, flow, choices, and the paths of a sample; its ``report`` writes
+        The trace as saved: tables, norms, choices, and the paths of a sample; its ``report`` writes
         the page.
     """
     with container.about(path):
@@ -236,7 +236,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         meta["modules"],
         tuple(meta["notes"]),
         {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
-        Flow.from_dict(meta["flow"]),
+        Table.from_dict(meta["norms"]),
         Paths(Packed(meta["kinds"], tensors), f"Paths ({meta['rule']})"),
         seen,
         Choices.from_dict(meta["choices"]) if "choices" in meta else None,

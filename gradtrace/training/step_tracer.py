@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError, NonFinite, caution, listed, reason_of
+from gradtrace.flow import TOP
 from gradtrace.measures.conflicts import MOST_COLUMNS
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.side_effects import restored, same_draws
@@ -88,12 +89,11 @@ class StepTracer:
                 "takes part in this loss; pass the loss of the model that Monitor was made with, "
                 "computed from its output without detach() and with parameters that require grad"
             )
-        measured = trace.begin_flow()
         table = trace.influence(self.components, sample=self._sample(trace), seed=self.seed)
         table = replace(table, source=None)  # which may keep activations
-        flow = measured()
-        norms = {row.module: Norms(row.norm, row.own) for row in flow}
-        return trace, StepResult(0.0, 1.0, table, flow.verdict, norms)
+        found = trace.norms()
+        norms = {"" if row.name == TOP else row.name: Norms(row.norm, row.own) for row in found}
+        return trace, StepResult(0.0, 1.0, table, " ".join(found.notes), norms)
 
     def _choices(self, trace: Trace) -> Choices | None:
         """How paths divide; None where that is not known, or other components are asked for."""
