@@ -269,8 +269,8 @@ class Table:
         plain = [c for c in first.columns if not c.name.startswith("±")]
         for other in tables[1:]:
             names = [c.name for c in other.columns if not c.name.startswith("±")]
-            asked = (each.about.get("rule") for each in (first, other))
-            if names != [c.name for c in plain] or len(set(asked)) > 1:
+            asked = {(each.about.get("rule"), each.about.get("p")) for each in (first, other)}
+            if names != [c.name for c in plain] or len(asked) > 1:
                 raise GradtraceError(
                     f"{first.title!r} and {other.title!r} cannot be added: add tables that the "
                     "same call made of other losses"

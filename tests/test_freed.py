@@ -368,7 +368,6 @@ def measured(x: Tensor, tmp_path: Path) -> Tensor:
     traced.agreement()
     traced.mass()
     traced.spectrum()
-    traced.cancellation()
     str(traced.decompose())
     traced.choices()
     return h
