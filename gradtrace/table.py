@@ -20,12 +20,13 @@ import csv
 import io
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from html import escape
 from importlib import import_module
-from math import isfinite, isnan, nan, sqrt
+from math import isfinite, nan, sqrt
 from typing import Any, Literal, TypeVar, cast
 
 from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, needs, printable
@@ -33,6 +34,9 @@ from gradtrace.files import json_value, write_json, write_text
 
 MAX_ROWS = 40
 """The most rows that are printed."""
+
+MOST_NOTES = 5
+"""The most notes of a sum of tables that not all of them have."""
 
 CELL_WIDTH, TOOLTIP_WIDTH = 60, 400
 """The most terminal columns of a text in a cell, and in its tooltip in a notebook."""
@@ -265,8 +269,8 @@ class Table:
         plain = [c for c in first.columns if not c.name.startswith("±")]
         for other in tables[1:]:
             names = [c.name for c in other.columns if not c.name.startswith("±")]
-            asked = (each.about.get("rule") for each in (first, other))
-            if names != [c.name for c in plain] or len(set(asked)) > 1:
+            asked = {(each.about.get("rule"), each.about.get("p")) for each in (first, other)}
+            if names != [c.name for c in plain] or len(asked) > 1:
                 raise GradtraceError(
                     f"{first.title!r} and {other.title!r} cannot be added: add tables that the "
                     "same call made of other losses"
@@ -280,7 +284,7 @@ class Table:
         names = list(dict.fromkeys(row.values[0] for table in tables for row in table))
         every = {name: [t[name] for t in tables if name in t] for name in names}
         rows = tuple(_sum(columns, every[name], len(tables)) for name in names)
-        notes = tuple(dict.fromkeys(note for table in tables for note in table.notes))
+        notes = tuple(_notes_of(tables))
         losses = sum(table.about.get("losses", 1) for table in tables)
         about = {**first.about, "losses": losses}
         return Table(first.title, tuple(columns), rows, notes, about)  # type: ignore[arg-type]
@@ -401,9 +405,9 @@ class Table:
         return [column for column in self.columns if column.shown]
 
     def _cells(self, limit: int | None) -> list[list[str]]:
-        places = [(n, column.kind) for n, column in enumerate(self.columns) if column.shown]
+        shown = [(n, column) for n, column in enumerate(self.columns) if column.shown]
         rows = self.rows if limit is None else self.rows[: max(limit, 0)]
-        return [[_cell(kind, row.values[n]) for n, kind in places] for row in rows]
+        return [[_cell(c.kind, row.values[n], bool(c.formula)) for n, c in shown] for row in rows]
 
     def _below(self, limit: int | None) -> list[str]:
         """The lines below the rows: how many rows are left out, and the notes."""
@@ -466,6 +470,17 @@ def _sum(columns: Sequence[Column], rows: Sequence[Row], tables: int) -> tuple[A
     return tuple(found[column.name] for column in columns)
 
 
+def _notes_of(tables: Sequence[Table]) -> Iterator[str]:
+    """The notes of all tables, and the most frequent ones that some alone have."""
+    found = Counter(note for table in tables for note in dict.fromkeys(table.notes))
+    for note, count in found.items():
+        if count == len(tables):
+            yield note
+    for note, count in found.most_common(MOST_NOTES):
+        if count < len(tables):
+            yield f"{count:,} of {len(tables):,}: {note}"
+
+
 def _error(column: Column, rows: Sequence[Row], found: Mapping[str, Any], tables: int) -> float:
     """The standard error of a ratio: by what tables differ, and by their own errors."""
     if column.formula != "ratio" or not found[column.of[1]]:
@@ -504,15 +519,15 @@ def _number_again(kind: Kind, value: Any) -> Any:
     return float(value) if kind in ("share", "number") and isinstance(value, str) else value
 
 
-def _cell(kind: Kind, value: Any) -> str:
-    """A value as text.
+def _cell(kind: Kind, value: Any, formula: bool = False) -> str:
+    """A value as text; nan is no value among shares, and where a ``formula`` has none.
 
     >>> _cell("count", 1234567), _cell("share", 0.1234), _cell("number", 3.14159), _cell("text", 1)
     ('1,234,567', '12.3%', '3.142', '1')
     >>> _cell("count", -(2**20000))
     '-3.980e+6020'
     """
-    if value is None or (kind == "share" and isinstance(value, float) and isnan(value)):
+    if value is None or ((formula or kind == "share") and value != value):
         return "–"
     if kind == "text" or not isinstance(value, (int, float)):
         return str(value)

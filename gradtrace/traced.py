@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import torch
@@ -13,11 +13,11 @@ from gradtrace import report as reports
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
-from gradtrace.flow import Flow, begin, flow_of
+from gradtrace.flow import norms_of
 from gradtrace.ir import memory
 from gradtrace.measures.decompose import decomposed, possible
 from gradtrace.measures.decomposition import Decomposition
-from gradtrace.measures.mass import Mass, mass_of
+from gradtrace.measures.mass import mass_of
 from gradtrace.paths.paths import Path, Paths, sampled
 from gradtrace.report import attribution as attributed
 from gradtrace.report import saving
@@ -215,13 +215,15 @@ class Trace(TracedProgram):
         1.0
         """
         self.check_unchanged()
-        return possible(decomposed(self, component_finder(self).choose(by)))
+        chosen = component_finder(self).choose(by)
+        return possible(decomposed(self, chosen, by))
 
     @isolated()
-    def mass(self, by: Components = "modules", p: float = 1.0) -> Mass:
+    def mass(self, by: Components = "modules", p: float = 1.0) -> Table:
         """The share of the mass of all paths, ``Σ |weight|**p``, that passes each component.
 
-        All paths count, each by its weight. See ``Mass`` for what is divided by what.
+        All paths count, each by its weight. ``about["cancellation"]`` says how many times the
+        gradient they carry. See ``mass_of`` for what is divided by what.
 
         Args:
             by: Components, as for ``Trace.influence``.
@@ -268,22 +270,29 @@ class Trace(TracedProgram):
         part = self if of is None else selected(self, of)
         return coverage_of(part, positive("sample", sample), seed)
 
-    def flow(self) -> Flow:
-        """Gradient magnitude along depth, per module, and a diagnosis in names: whether it
-        vanishes, explodes or dies.
-        """
-        return self.begin_flow()()
-
     @isolated()
-    def begin_flow(self) -> Callable[[], Flow]:
-        """Begin to measure ``flow``, which a GPU does beside what follows; the function returned
-        waits for it.
+    def norms(self) -> Table:
+        """Gradient norms by module, nearest to the loss first, and a diagnosis in names: whether
+        the gradient vanishes, explodes or dies.
+
+        Returns:
+            A row for each module. ``norm`` is the largest at its output, ``gain`` what it hands on
+            over that, ``zeros`` the share of zeros, ``own`` the norm of its parameters' gradients.
+
+        >>> import torch, gradtrace as gt
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> gt.trace(x.square().sum(), names={"x": x}).norms()["(top)"].own
+        10.0
         """
         self.check_unchanged()
-        what, remedy = "measuring flow", "trace fewer samples at a time"
-        memory.see(memory.streaming(self.program), self.backend, what, remedy)
-        sizes = begin(self.program, self.program.seed, norms=True)
-        return isolated()(lambda: flow_of(self.program, self.names, self.modules, size=sizes()))
+        memory.see(
+            memory.streaming(self.program),
+            self.backend,
+            "measuring norms",
+            "trace fewer samples at a time",
+        )
+        found = norms_of(self.program, self.names, self.modules)
+        return replace(found, about={**found.about, "losses": self.pairs})
 
     # Output ------------------------------------------------------------------------------------
 
@@ -299,7 +308,7 @@ class Trace(TracedProgram):
         """
         view = self._view(sample, seed)
         paths = list(self.paths(sample=sample, seed=seed))
-        saving.save(path, self, view, {"": self.influence()}, self.flow(), paths)
+        saving.save(path, self, view, {"": self.influence()}, self.norms(), paths)
 
     @isolated()
     def report(

@@ -90,7 +90,7 @@ def read_trace(blob: bytes, folder: Path) -> None:
     for kind in list(found._tables):
         str(found.influence(kind or None)), found.influence(kind or None, weight="gradient").shares
         _ = found.influence(kind or None).errors
-    str(found), str(found.flow()), str(found.paths()), [str(p) for p in found.paths()[:20]]
+    str(found), str(found.norms()), str(found.paths()), [str(p) for p in found.paths()[:20]]
     found.report(folder / "out.html")
 
 

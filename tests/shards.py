@@ -140,7 +140,7 @@ def sharded(name: str, mesh: Any, **options: Any) -> Any:
 
 MEASURES: dict[str, Callable[[Trace], Any]] = {
     "influence": lambda trace: trace.influence().to_dict(),
-    "flow": lambda trace: str(trace.flow()),
+    "flow": lambda trace: str(trace.norms()),
     "decompose": lambda trace: str(trace.decompose(["blocks.1", "blocks.0.attention"])),
     "mass": lambda trace: str(trace.mass(["blocks.1", "blocks.0.attention"])),
     "path": lambda trace: repr(trace.path("blocks.1.up.weight", (1, 2))),
@@ -388,7 +388,7 @@ def tensor_parallel(rank: int, world: int, folder: Path) -> Iterator[tuple[str, 
     trace = traced(net, x, one=True)
     yield "decompose", str(trace.decompose(["layers.1", "layers.0.attention"]))
     yield "choices", trace.choices().to_dict()
-    yield "levels", [(row.module, row.norm) for row in trace.flow()]
+    yield "levels", [(row.module, row.norm) for row in trace.norms()]
     yield "gradient sums", {name: float(g.square().sum()) for name, g in trace.gradients.items()}
     yield "path", failure(lambda: trace.path("layers.1.up.weight", (1, 2)))
     yield "mass", failure(lambda: trace.mass(["layers.0.attention"]))

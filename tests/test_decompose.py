@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,14 +25,13 @@ import gradtrace as gt
 from gradtrace.autodiff.labels import labels_of
 from gradtrace.components.components import SUMS
 from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.io import schemas
-from gradtrace.io.validation import SchemaMismatch
 from gradtrace.ir.program import Program
 from gradtrace.measures import decompose as measuring
 from gradtrace.measures import leaf_products
 from gradtrace.measures.decomposition import Decomposition
 from gradtrace.measures.through import ThroughSweep
 from gradtrace.pytorch.wrapped_modules import within
+from gradtrace.table import Table
 from gradtrace.traced import Trace
 
 # Against all paths -------------------------------------------------------------------------------
@@ -110,20 +107,27 @@ def check(trace: Trace, paths: PathSums, components: Any, bits: dict[str, int]) 
             error = (grad - wanted[name][leaf]).abs() / (mass + least)
             assert not error.numel() or float(error.max()) < 1e-8, (name, leaf)
     for name in bits:
-        leaves = found[name].leaves
+        leaves = leaves_of(found, name)
         g = flat(trace.gradients[leaf] for leaf in leaves)
         c = flat(wanted[name][leaf] for leaf in leaves)
         scale = float(g.norm() + c.norm()) + least
-        assert abs(float(found[name].whole.t) - float(g @ c)) <= 1e-8 * scale**2
-        assert abs(found[name].norms[0] - float(c.norm())) <= 1e-7 * scale
+        assert abs(found[name]["dot"] - float(g @ c)) <= 1e-8 * scale**2
+        assert abs(found[name].norm - float(c.norm())) <= 1e-7 * scale
         for other in bits:
-            both = set(leaves) & set(found[other].leaves)
+            both = set(leaves) & set(leaves_of(found, other))
             dot = sum(float((wanted[name][k] * wanted[other][k]).sum()) for k in both)
             products = found.products.get((name, other))
             if products is not None and not products.overlap:
                 assert not any(paths.pass_both(bits[name], bits[other], k) for k in both)
             if products is not None and both:
                 assert abs(products.dot - dot) <= 1e-8 * paths.graph.largest**2 * len(g)
+
+
+def leaves_of(found: Decomposition, component: str) -> list[str]:
+    """The leaves outside a component from which a path could pass it."""
+    leaves = [p.leaf for p in found.parts if p.component == component and not p.own]
+    assert len(leaves) == found[component].leaves
+    return leaves
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -306,7 +310,8 @@ def test_signed_gradients_of_two_branches_by_hand() -> None:
     assert found.around(five, "x").tolist() == [-6, 2]
     whole = 1.0 + 49.0  # g = (-1, 7)
     assert found.shares == {five: pytest.approx(30 / whole), square: pytest.approx(20 / whole)}
-    assert found.norms[five] == (pytest.approx(50**0.5), pytest.approx(whole**0.5))
+    assert found[five].norm == pytest.approx(50**0.5)
+    assert found[five].whole_norm == pytest.approx(whole**0.5)
     assert found.cosine(five, square) == pytest.approx(-20 / (50 * 40) ** 0.5)
     assert found.cosine(square, five) == found.cosine(five, square)
     assert found.cosine(five, five) == 1
@@ -335,11 +340,11 @@ def test_branches_that_exhaust_the_paths_add_up_to_one(reduction: str) -> None:
     trace, _ = branches(reduction)
     found = trace.decompose(["rnn", "lstm", "linear"])
     assert abs(sum(found.shares.values()) - 1) < 1e-9
-    assert found["rnn"].leaves == ("embed.weight",)
+    assert leaves_of(found, "rnn") == ["embed.weight"]
     total = sum(found.gradient(name, "embed.weight") for name in found.shares)
     torch.testing.assert_close(total, trace.gradients["embed.weight"], rtol=1e-10, atol=1e-14)
     assert trace.decompose(["out"]).shares["out"] == 1.0
-    assert math.isnan(trace.decompose(["out"]).contested["out"])
+    assert math.isnan(trace.decompose(["out"])["out"].contested)
     assert "some paths pass two" not in str(found)
 
 
@@ -347,7 +352,7 @@ def test_arguments_of_each_sum_share_out_what_is_contested() -> None:
     _, watch, loss = residual()
     found = watch.trace(loss).decompose("arguments")
     sums: dict[str, float] = {}
-    for name, share in found.contested.items():
+    for name, share in zip(found.names, found.column("contested")):
         sums[name.partition("[")[0]] = sums.get(name.partition("[")[0], 0) + share
     assert len(sums) == 4
     assert all(abs(total - 1) < 1e-9 for total in sums.values())
@@ -399,7 +404,7 @@ def test_recurrent_cells_and_tied_weights() -> None:
     torch.testing.assert_close(
         found.gradients("out")["embed.weight"], trace.gradients["embed.weight"]
     )
-    assert found["cell"].leaves == ("embed.weight",)
+    assert leaves_of(found, "cell") == ["embed.weight"]
     assert not found["embed"].leaves
     assert "no path from a leaf outside can pass embed" in str(found)
 
@@ -441,9 +446,8 @@ def test_pairs_are_those_of_single_losses(kind: type[nn.Module]) -> None:
         losses_ = F.cross_entropy(model(x), torch.tensor([0, 1, 2, 0]), reduction="none")
     found = watch.trace(losses_).decompose(names)
     singles = [watch.trace(loss).decompose(names) for loss in losses_.unbind()]
-    merged = singles[0].merge(*singles[1:])
-    assert found.pairs == 4
-    same(found, merged)
+    same(found, Table.total(singles))
+    assert found.about["losses"] == 4
     for name in names:
         for leaf, grad in found.gradients(name).items():
             total = sum(single.gradient(name, leaf) for single in singles)
@@ -479,7 +483,7 @@ def test_components_of_several_kinds_are_those_of_each_alone() -> None:
         alone = trace.decompose({name: part})
         torch.testing.assert_close(found.gradients(name), alone.gradients(name))
         assert found.shares[name] == pytest.approx(alone.shares[name])
-        assert found[name].leaves == alone[name].leaves
+        assert leaves_of(found, name) == leaves_of(alone, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -509,24 +513,13 @@ def test_in_place_and_zero_dimensional() -> None:
     assert parts == pytest.approx([2, 2 * math.exp(0.5)])
 
 
-def same(found: Decomposition, wanted: Decomposition) -> None:
+def same(found: Table, wanted: Table) -> None:
     """Equal but for rounding."""
-    assert found.pairs == wanted.pairs
-    assert list(found.shares) == list(wanted.shares)
-    for name in wanted.shares:
-        assert found.shares[name] == pytest.approx(wanted.shares[name], rel=1e-9, nan_ok=True)
-        assert found.contested[name] == pytest.approx(wanted.contested[name], rel=1e-9, nan_ok=True)
-        error = wanted.errors[name]
-        assert found.errors[name] == pytest.approx(error, rel=1e-6, abs=1e-12, nan_ok=True)
-        assert found.norms[name] == pytest.approx(wanted.norms[name], rel=1e-9)
-        assert found[name].leaves == wanted[name].leaves
-    assert found.products.keys() == wanted.products.keys()
-    for key, products in wanted.products.items():
-        assert found.products[key] == pytest.approx(products, rel=1e-9)
-    parts = {part[:2]: part[2:] for part in wanted.parts}
-    assert {part[:2] for part in found.parts} == parts.keys()
-    for part in found.parts:
-        assert part[2:] == pytest.approx(parts[part[:2]], rel=1e-9)
+    assert found.names == wanted.names and found.about["losses"] == wanted.about["losses"]
+    for column in wanted.columns[1:]:
+        tolerance = {"rel": 1e-6, "abs": 1e-12} if column.name.startswith("±") else {"rel": 1e-9}
+        values = wanted.column(column.name)
+        assert found.column(column.name) == pytest.approx(values, nan_ok=True, **tolerance)
 
 
 class Wide(nn.Module):
@@ -611,42 +604,26 @@ def test_a_small_budget_takes_several_sweeps_and_gives_the_same(
 def test_tables() -> None:
     trace, _ = branches("none")
     found = trace.decompose(["rnn", "lstm", "linear", "out"])
-    assert next(iter(found.sort("share").shares)) == "out"
-    assert list(found.sort("component").shares) == ["linear", "lstm", "out", "rnn"]
-    sizes = [norm for norm, _ in found.sort("norm").norms.values()]
-    assert sizes == sorted(sizes, reverse=True)
-    assert list(found.top(1, by="share").shares) == ["out"]
-    assert found.to_pandas()["share"][3] == 1.0
-    leaves = found.by_leaf("rnn").to_dicts()
-    assert [row["leaf"] for row in leaves] == ["embed.weight"]
-    assert leaves[0]["share"] == pytest.approx(found.shares["rnn"])
-    modules = {row["module"] for row in found.by_module("out").to_dicts()}
-    assert modules == {"embed", "rnn", "lstm", "linear"}
-    assert "4 losses" in str(found)
-    assert "<table" in found._repr_html_()
-    assert repr(found) == "Decomposition(4 components, 4 losses)"
-    assert len(found) == 4
-    total = sum(found.shares.values())
-    said = (
-        f"shares add up to {total:.1%}, and need not make 100%: each is of the gradient of its own"
-    )
-    assert total > 1 and said in str(found)
+    assert isinstance(found.top(1, by="share"), Decomposition)
+    assert found.sort("share").names[0] == "out" and found.to_pandas()["share"][3] == 1.0
+    (row,) = found.by_leaf("rnn")
+    assert row.leaf == "embed.weight" and row.share == pytest.approx(found.shares["rnn"])
+    assert "4 losses" in str(found) and "<table" in found._repr_html_()
     assert "a path that passes two of these (rnn and out and 2 more) counts in both" in str(found)
     assert "add up" not in str(trace.decompose(["rnn", "lstm"]))  # no path passes both
     assert "no path has another way than through out" in str(found)
 
 
-def test_merged_and_pickled_results_have_no_tensors() -> None:
+def test_sums_and_pickled_results_have_no_tensors() -> None:
     found = branches()[0].decompose(["rnn", "lstm"])
     other = branches(seed=1)[0].decompose(["lstm", "linear"])
-    merged = found.merge(other)
-    assert merged.pairs == 2
-    assert list(merged.shares) == ["rnn", "lstm", "linear"]
-    assert merged["lstm"].whole.t == found["lstm"].whole.t + other["lstm"].whole.t
-    for each in (merged, pickle.loads(pickle.dumps(found))):
-        with pytest.raises(GradtraceError, match="merged or loaded"):
-            each.gradient("lstm", "embed.weight")
-    assert pickle.loads(pickle.dumps(found)) == found
+    total = Table.total([found, other])
+    assert total.names == ("rnn", "lstm", "linear") and not hasattr(total, "gradient")
+    assert total["lstm"]["dot"] == found["lstm"]["dot"] + other["lstm"]["dot"]
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found
+    with pytest.raises(GradtraceError, match="has sums only"):
+        again.gradient("lstm", "embed.weight")
 
 
 def test_bad_input() -> None:
@@ -719,45 +696,17 @@ def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def test_a_data_set_is_its_batches_merged(tmp_path: Path) -> None:
+def test_a_data_set_is_the_sum_of_its_batches() -> None:
     torch.manual_seed(0)
-    model, names, file = Branches().double(), ["rnn", "lstm", "linear"], tmp_path / "run.gradtrace"
-    traces = []
+    model, names, tables = Branches().double(), ["rnn", "lstm", "linear"], []
     for batch in data():
         with gt.watch(model) as watch:
             loss = losses_of(model, batch)
-        traces.append(watch.trace(loss).decompose(names))
-    wanted = traces[0].merge(*traces[1:])
+        tables.append(watch.trace(loss).decompose(names))
     found = gt.decompose(model, losses_of, data(), components=names)
-    assert found == wanted
-    assert found.pairs == 12
-    assert abs(sum(found.shares.values()) - 1) < 1e-9
+    same(found, Table.total(tables))
+    assert found.about["losses"] == 12 and abs(sum(found.shares.values()) - 1) < 1e-9
     assert all(0 < error < 1 for error in found.errors.values())
-    gt.decompose(model, losses_of, data(1), components=names, checkpoint=file)
-    more = gt.decompose(model, losses_of, data(), components=names, checkpoint=file)
-    same(more, wanted)
-    with pytest.raises(GradtraceError, match="another components"):
-        gt.decompose(model, losses_of, data(), components=["rnn"], checkpoint=file)
-    with pytest.raises(GradtraceError, match="decomposition"):
-        gt.influence(model, losses_of, data(), components=names, checkpoint=file)
-    assert Decomposition.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-
-
-def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
-    found = branches("none")[0].decompose(["rnn", "lstm"]).to_dict()
-    schemas.DECOMPOSITION(found)
-    for change in (
-        lambda d: d["rows"][0].update(through=-1.0),
-        lambda d: d["rows"][0]["whole"].__setitem__(1, [-1, 1]),
-        lambda d: d["rows"][0]["whole"].__setitem__(4, [0, 1]),
-        lambda d: d["parts"][0].pop(),
-        lambda d: d.update(pairs=-1),
-        lambda d: d["products"].append(["a", "b", "c"]),
-    ):
-        broken = json.loads(json.dumps(found))
-        change(broken)
-        with pytest.raises(SchemaMismatch):
-            schemas.DECOMPOSITION(broken)
 
 
 def test_a_share_of_nothing_has_no_text() -> None:
@@ -771,7 +720,7 @@ def test_a_share_of_nothing_has_no_text() -> None:
     for trace in (watch.trace(out.sum()), watch.trace(out[:, 0]), cancels):
         results: list[Any] = [trace.decompose("operators"), trace.influence("operators")]
         results += [trace.mass("operators"), trace.choices(), trace.coverage(), trace.spectrum()]
-        results += [trace.paths(sample=3), trace.agreement(), trace.flow(), trace.decompose()]
+        results += [trace.paths(sample=3), trace.agreement(), trace.norms(), trace.decompose()]
         for result in results:
             assert "nan" not in f"{result} {result!r} {result._repr_html_()}", result
     path = cancels.path("a", 0)

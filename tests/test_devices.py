@@ -102,7 +102,7 @@ def answers(name: str) -> list[Any]:
     trace = watch.trace(loss)
     found += [
         trace.influence(sample=50),
-        [(row.module, row.calls, row.verdict) for row in trace.flow().rows],
+        [(row.module, row.calls, row.verdict) for row in trace.norms().rows],
         [str(path) for path in trace.paths(sample=9)],
     ]
     return found
@@ -319,7 +319,7 @@ def test_other_semirings_flow_and_paths(semiring: Semiring) -> None:
         counts = [[row.count for row in table] for table in tables]
         whole = watch.trace(loss, granularity="operator").path("0.weight")
         paths = [without_copies(path) for path in (*trace.paths(sample=20), whole)]
-        numbers = [row.norm for row in trace.flow().rows]
+        numbers = [row.norm for row in trace.norms().rows]
         numbers += [path.weight for path in trace.paths("0.weight", k=3)]
         return {key: x.cpu() for key, x in flat.items()}, numbers, counts, paths
 

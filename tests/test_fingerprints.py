@@ -53,7 +53,7 @@ def test_changed_weights_are_noticed(change: str, size: int) -> None:
     loss.backward()
     assert trace.path("0.weight", (0, 0)).weight == before
     CHANGES[change](model[0].weight if size > 4 else model[2].weight)
-    for ask in (lambda: trace.path("0.weight", (0, 0)), trace.influence, trace.flow):
+    for ask in (lambda: trace.path("0.weight", (0, 0)), trace.influence, trace.norms):
         with pytest.raises(GradtraceError, match="changed in place since the trace"):
             ask()
 

@@ -169,7 +169,7 @@ def asked(trace: gt.Trace, tmp_path: Path) -> None:
     """Everything that a trace can be asked for."""
     name = next(iter(trace.gradients))
     first = (0,) * trace.gradients[name].dim()
-    trace.influence(), trace.influence(sample=5), trace.flow()
+    trace.influence(), trace.influence(sample=5), trace.norms()
     trace.path(name, first), trace.paths(name, first, k=2), trace.paths(sample=5)
     trace.report(tmp_path / "page.html", sample=5)
 
@@ -368,7 +368,6 @@ def measured(x: Tensor, tmp_path: Path) -> Tensor:
     traced.agreement()
     traced.mass()
     traced.spectrum()
-    traced.cancellation()
     str(traced.decompose())
     traced.choices()
     return h

@@ -79,7 +79,7 @@ def tables() -> list[TextTable]:
     forks = trace.choices(("paths", "gradient", "mass"))
     shown = [trace.influence(sample=8), trace.influence(), split, trace.mass(), forks]
     shown += [trace.spectrum(), trace.spectrum(by="branches"), trace.agreement(), trace.coverage()]
-    shown += [trace.flow(), trace.path("a.weight", (0, 0)), trace.paths("a.weight", k=2), wide]
+    shown += [trace.norms(), trace.path("a.weight", (0, 0)), trace.paths("a.weight", k=2), wide]
     shown += [watch.conflicts(losses), wide.cosines(), found, found.neurons("a"), found.by(["a"])]
     return [each.table() for each in shown]
 

@@ -252,7 +252,7 @@ def test_memory_that_runs_out_anywhere_is_told(error: Exception, monkeypatch: An
     monkeypatch.setattr(PathFollower, "follow", full)
     monkeypatch.setattr(interpreter, "run", full)
     for ask in (
-        trace.flow,
+        trace.norms,
         lambda: trace.path("x", 0),
         trace.enumerate,
         lambda: gt.backward((x * x).sum(), gt.semirings.MAX),
@@ -281,7 +281,7 @@ def test_what_is_free_is_asked_once(asked: list[int]) -> None:
     for ask in (
         lambda: trace.influence("operators"),
         lambda: trace.path("x", 0),
-        trace.flow,
+        trace.norms,
         lambda: gt.backward((x * x).sum(), gt.semirings.MAX),
     ):
         asked.clear()
@@ -303,7 +303,7 @@ def test_recording_and_flow_are_estimated(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(TooLarge, match=r"recording the backward pass takes about .* MiB, and"):
             ask()
     with pytest.raises(TooLarge, match="measuring flow takes about"):
-        trace.flow()
+        trace.norms()
     assert gt.backward(loss)  # holds no more than loss.backward() does
 
 

@@ -39,7 +39,7 @@ def asked(loss: Tensor, leaves: Leaves) -> dict[str, Any]:
     found["sampled"] = [path.weight for path in trace.paths(sample=20)]
     found["best"] = [path.weight for path in trace.paths(name, k=2)]
     found["influence"] = str(trace.influence("operators"))
-    found["flow"] = str(trace.flow())
+    found["flow"] = str(trace.norms())
     viterbi = gt.trace(loss, names=leaves, rule="viterbi")
     found["viterbi"] = str(viterbi.influence("operators"))
     coarse = gt.trace(loss, names=leaves, granularity="operator")

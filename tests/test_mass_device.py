@@ -76,14 +76,13 @@ def test_deep_graphs(
     found = deep(150, *gains, dtype).mass("arguments")
     tolerance = 1e-5 if dtype is torch.float32 else 1e-12
     assert found.shares == pytest.approx(wanted.shares, rel=tolerance, abs=1e-30)
-    assert found.total == pytest.approx(wanted.total, rel=tolerance)
+    assert found.about["mass"] == pytest.approx(wanted.about["mass"], rel=tolerance)
 
 
 def test_growth_needs_no_second_run(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     only_deferred(monkeypatch)
     table = deep(200, 50.0, -49.0).mass("arguments")
-    assert table.total == float("inf")  # 2 · 99²⁰⁰ is no float
-    assert float(next(iter(table)).moments.e / 99**200) == pytest.approx(2, rel=1e-5)
+    assert table.about["mass"] == float("inf")  # 2 · 99²⁰⁰ is no float
 
 
 @pytest.mark.parametrize("name", some(ARCHITECTURES, 6))
@@ -100,7 +99,7 @@ def test_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only_deferred(monkeypatch)
     found = trace.mass()
     assert found.shares == pytest.approx(wanted.shares, rel=1e-4, abs=1e-6, nan_ok=True)
-    assert found.total == pytest.approx(wanted.total, rel=1e-4)
+    assert found.about["mass"] == pytest.approx(wanted.about["mass"], rel=1e-4)
 
 
 def test_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,14 +126,14 @@ def test_out_of_range_is_computed_again(gpu: None, monkeypatch: pytest.MonkeyPat
         reads.clear()
         x = torch.tensor([0.5, 0.25], requires_grad=True)
         loss = (x * factor / factor).sum()
-        assert gt.trace(loss, names={"x": x}).mass("operators").total == pytest.approx(2)
+        assert gt.trace(loss, names={"x": x}).mass("operators").about["mass"] == pytest.approx(2)
         assert reads
 
 
 def test_what_is_not_finite(gpu: None) -> None:
     x = torch.zeros(2, requires_grad=True)
     trace = gt.trace(x.sqrt().sum() + x.sum(), names={"x": x}, nonfinite="allow")
-    with pytest.raises(NonFinite, match="flow"):
+    with pytest.raises(NonFinite, match="norms"):
         trace.mass("operators")
 
 
@@ -232,7 +231,7 @@ def test_parts_of_large_values(gpu: None, monkeypatch: pytest.MonkeyPatch) -> No
     only_deferred(monkeypatch)
     for _ in range(2):  # its gradient is 0 in the middle
         loss = (table(torch.tensor([0])) * 2).sum() + (table.weight * 0.0).sum()
-        assert gt.trace(loss, names={"table": table.weight}).mass("operators").total == 8.0
+        assert gt.trace(loss, names={"table": table.weight}).mass("operators").about["mass"] == 8.0
 
 
 def test_growth_within_a_few_steps(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,14 +247,13 @@ def test_growth_within_a_few_steps(gpu: None, monkeypatch: pytest.MonkeyPatch) -
         first(self, semiring, often, parts)
 
     monkeypatch.setattr(DeferredRescaling, "__init__", init)
-    assert deep(6, 1.0, 2.0).mass("arguments").total == 2 * (3**6 + 3)
+    assert deep(6, 1.0, 2.0).mass("arguments").about["mass"] == 2 * (3**6 + 3)
     table = deep(10, 4000.0, -6000.0).mass("arguments")
     assert tried == [1, 1, 1, 2, 8]
     again = deep(10, 4000.0, -6000.0)
     assert again.mass("arguments").shares == table.shares and tried[5:] == [8]
     again.mass("arguments", p=0.25)
     assert tried[6:] == [1]
-    assert float(table[table.names[0]].moments.e / 10000**10) == pytest.approx(2, rel=1e-5)
 
 
 # Absolute values of weights, once ----------------------------------------------------------------

@@ -54,7 +54,7 @@ def alive() -> tuple[int, int]:
 ASKED: dict[str, Callable[[Trace], object]] = {
     "influence": lambda trace: trace.influence(),
     "a sample": lambda trace: trace.influence(sample=20),
-    "flow": lambda trace: trace.flow(),
+    "flow": lambda trace: trace.norms(),
     "path": lambda trace: trace.path("layers.0.weight", (1, 2)),
     "decompose": lambda trace: trace.decompose(["layers.1"]).shares,
 }

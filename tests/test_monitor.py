@@ -237,7 +237,7 @@ def test_autocast_is_no_matter() -> None:
     assert found[0] is not None and found[1] is not None
     assert found[0].influence == found[1].influence == trace.influence()
     assert found[0].norms == found[1].norms
-    assert found[0].norms["0"].own == trace.flow()["0"].own
+    assert found[0].norms["0"].own == trace.norms()["0"].own
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 

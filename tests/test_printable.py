@@ -99,7 +99,7 @@ def test_results_are_printable(name: str) -> None:
     with gt.watch(model) as watch:
         value = loss()
     trace = watch.trace(value)
-    flow, table, paths = trace.flow(), trace.influence(), trace.paths(k=1, name=f"{name}.weight")
+    flow, table, paths = trace.norms(), trace.influence(), trace.paths(k=1, name=f"{name}.weight")
     graph = watch.graph(value)
     shown = [
         *(str(x) for x in (flow, table, paths, paths[0], graph)),

@@ -171,7 +171,7 @@ def test_every_measure_has_the_same_answer() -> None:
     watch, loss = loss_of(model)
     ask: dict[str, Callable[[Trace], Any]] = {
         "gradients": lambda t: [*t.gradients.values()],
-        "flow": lambda t: str(t.flow()),
+        "flow": lambda t: str(t.norms()),
         "mass": lambda t: t.mass().shares,
         "decompose": lambda t: t.decompose().shares,
         "paths": lambda t: [(p.weight, p.operators) for p in t.paths("mix.weight", k=3)],

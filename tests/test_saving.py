@@ -58,7 +58,7 @@ def test_round_trip(tmp_path: Path, rule: str, reduction: str) -> None:
     assert found.influence() == made.influence()
     assert found.influence("operators") == operators
     assert found.influence(weight="gradient") == made.influence(weight="gradient")
-    assert found.flow() == made.flow()
+    assert found.norms() == made.norms()
     paths = made.paths(sample=20, seed=3)
     assert list(found.paths()) == list(paths)
     assert found.path(paths[0].name, paths[0].index) == paths[0]

@@ -156,7 +156,7 @@ def test_training_of_parts_goes_on(groups: dict[int, Ended], world: int, plan: s
 
 def test_measures_of_parts_are_those_of_the_whole_model(two: Ended) -> None:
     trace = traced(model("decoder"), tokens("decoder"), one=True)
-    flow = {row.module: row.norm for row in trace.flow()}
+    flow = {row.module: row.norm for row in trace.norms()}
     sums = {name: float(grad.square().sum()) for name, grad in trace.gradients.items()}
     for found in two.found("tensor_parallel"):
         ranks = dict(found)

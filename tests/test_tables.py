@@ -459,7 +459,7 @@ def test_results_keep_their_kind() -> None:
     assert isinstance(best, type(paths)) and best[0].index == (1,)
     assert [path.index for path in paths.sort("weight", descending=False)] == [(0,), (1,)]
     assert trace.influence().sort("component").names == ("MulBackward0", "SumBackward0")
-    assert isinstance(trace.flow().top(1), type(trace.flow()))
+    assert isinstance(trace.norms().top(1), type(trace.norms()))
     assert isinstance(best[0].sort("gradient"), TextTable)
     assert len(best[0].top(2).rows) == 2
     found = gradtrace.check(lambda model: model(torch.ones(1, 1)).sum(), torch.nn.Linear(1, 1))

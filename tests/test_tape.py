@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import gradtrace as gt
 from gradtrace.ir.tape import Tape, Tapes
-from gradtrace.measures.mass import Mass
+from gradtrace.table import Table
 from gradtrace.tracing.kept_plans import forget
 
 
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         return self.out(x)
 
 
-def taped(model: nn.Module, ids: Tensor, **how: Any) -> tuple[Mass, list[Tape | None]]:
+def taped(model: nn.Module, ids: Tensor, **how: Any) -> tuple[Table, list[Tape | None]]:
     """The mass of a loss, and the tapes that are kept for its structure then."""
     with gt.watch(model) as watch:
         loss = F.cross_entropy(model(ids).transpose(1, 2), ids)
@@ -57,13 +57,13 @@ def taped(model: nn.Module, ids: Tensor, **how: Any) -> tuple[Mass, list[Tape | 
     return found, [slot.noted and slot.noted[0] for slot in slots]
 
 
-def untaped(model: nn.Module, ids: Tensor, **how: Any) -> Mass:
+def untaped(model: nn.Module, ids: Tensor, **how: Any) -> Table:
     forget()
     return taped(model, ids, **how)[0]
 
 
-def same_table(a: Mass, b: Mass) -> bool:
-    return a.shares == b.shares and a.total == b.total
+def same_table(a: Table, b: Table) -> bool:
+    return a.shares == b.shares and a.about["mass"] == b.about["mass"]
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0])
@@ -73,7 +73,7 @@ def test_calls_are_made_again_for_other_tensors(gpu: None, p: float) -> None:
     """
     torch.manual_seed(0)
     model = Attention().double()
-    runs: list[tuple[dict[str, Tensor], Tensor, Mass]] = []
+    runs: list[tuple[dict[str, Tensor], Tensor, Table]] = []
     forget()
     seen = []
     for _ in range(4):
@@ -86,7 +86,7 @@ def test_calls_are_made_again_for_other_tensors(gpu: None, p: float) -> None:
         runs.append((state, ids, table))
         seen.append(kept[0])
     assert seen[0] is None and seen[1] is not None and seen[1] is seen[2] is seen[3]
-    assert len({table.total for *_, table in runs}) == 4
+    assert len({table.about["mass"] for *_, table in runs}) == 4
     for state, ids, table in runs:
         model.load_state_dict(state)
         assert same_table(untaped(model, ids, p=p), table)
@@ -122,7 +122,7 @@ def test_one_tensor_twice_is_not_two_tensors(gpu: None) -> None:
     x, w = torch.rand(3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
     leaf = torch.rand(3, dtype=torch.float64, requires_grad=True)
 
-    def mass(first: Tensor, second: Tensor) -> Mass:
+    def mass(first: Tensor, second: Tensor) -> Table:
         return gt.trace((leaf * first * second).sum(), names={"x": leaf}).mass("operators")
 
     forget()

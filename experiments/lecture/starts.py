@@ -6,7 +6,7 @@ how the mean square q of a layer's sums and the gradient's square go on from lay
 
     q ← s · E φ(√q z)²        ‖g‖² ← χ(q) ‖g‖²,  χ(q) = s · E φ'(√q z)²        z ~ N(0, 1)
 
-Gradient is measured by ``trace.flow()``: the norm at the output of each linear layer.
+Gradient is measured by ``trace.norms()``: the norm at the output of each linear layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCALES = {"small": 0.25, "Xavier": 1.0, "He": 2.0, "large": 4.0}
 SHAPES: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "ReLU": nn.ReLU}
 
 FAR = 1000.0
-"""What ``trace.flow()`` calls vanishing or exploding: a change by more from top to bottom."""
+"""What ``trace.norms()`` calls vanishing or exploding: a change by more from top to bottom."""
 
 BATCH = 16
 
@@ -74,9 +74,9 @@ def measure(cell: Cell, tick: Tick) -> Result:
     x, v = torch.randn(2, BATCH, width, dtype=torch.float64, generator=generator)
     with gt.watch(net) as watch:
         loss = (net(x) * v).sum()
-    flow = watch.trace(loss).flow()
-    norms = [flow[f"{layer}.0"].norm for layer in reversed(range(depth))]
-    word = flow.verdict.partition(":")[0]
+    found = watch.trace(loss).norms()
+    norms = [found[f"{layer}.0"].norm for layer in reversed(range(depth))]
+    word = found.notes[0].partition(":")[0]
     return {"norms": norms, "verdict": "neither" if " neither " in word else word.lower()}
 
 
@@ -137,7 +137,7 @@ def conclude(rows: Sequence[Row]) -> Findings:
         f"Initialisation: gradient over {depth} layers of {width}",
         ("activation", "start", "n·Var W", "last → first layer", "by theory", "a layer", "verdict"),
         tuple((*key, *_line(groups[key])) for key in keys),
-        "geometric means over seeds; the verdict is that of trace.flow()",
+        "geometric means over seeds; the verdict is that of trace.norms()",
     )
     return Findings(_sentence(groups, depth), (table,), tuple(_plots(groups)), {"factors": facts})
 

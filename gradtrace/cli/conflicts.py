@@ -9,7 +9,7 @@ from typer import Option
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.influence import Top
 from gradtrace.cli.measures import data, write_measure
-from gradtrace.cli.printing import Json, working, write_json
+from gradtrace.cli.printing import Json, as_text, working, write_json
 from gradtrace.cli.target import Arguments, Target, script_function
 from gradtrace.cli.trace import watched_call
 
@@ -59,7 +59,7 @@ def conflicts(
         )
         work.begin("comparing gradients")
         found = watched.conflicts(terms)
-    table = (found.by_parameter() if by_parameter else found).table()
+    table = as_text(found.by_parameter() if by_parameter else found)
     if as_json:
         write_json({"terms": list(found.terms), "conflicts": data(table, top)})
     else:

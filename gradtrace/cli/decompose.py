@@ -10,11 +10,11 @@ from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import INTERRUPTED
 from gradtrace.cli.influence import Components, Journal, PartsFunction, Top, over_data, parsed
 from gradtrace.cli.measures import data, write_measure
-from gradtrace.cli.printing import Json, write, write_json
+from gradtrace.cli.printing import Json, as_text, write, write_json
 from gradtrace.cli.target import Arguments, Target
 
 if TYPE_CHECKING:
-    from gradtrace.measures.decomposition import Decomposition
+    from gradtrace.table import Table
 
 
 @app.command(
@@ -36,13 +36,16 @@ def decompose(
 
     options = {"components": parsed(components or []), "checkpoint": journal}
     wanted = Target.of(target, args, journal)
-    found: Decomposition
+    found: Table
     found, spoken = over_data(wanted, dataset_decompose.decompose, options)
     if spoken and as_json:
-        more = {"interrupted": found.interrupted, "journal": str(journal) if journal else None}
-        write_json({"pairs": found.pairs, "decompose": data(found.table(), top), **more})
+        more = {
+            "interrupted": found.about["interrupted"],
+            "journal": str(journal) if journal else None,
+        }
+        write_json({"pairs": found.about["losses"], "decompose": data(as_text(found), top), **more})
     elif spoken:
-        write_measure(found.table(), top)
-        if found.interrupted:
+        write_measure(as_text(found), top)
+        if found.about["interrupted"]:
             write("Stopped before all batches were counted")
-    raise Exit(INTERRUPTED if found.interrupted else 0)
+    raise Exit(INTERRUPTED if found.about["interrupted"] else 0)

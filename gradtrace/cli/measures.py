@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Option
 
 from gradtrace.cli.influence import DEFAULT_TOP
-from gradtrace.cli.printing import write_table
+from gradtrace.cli.printing import as_text, write_table
 from gradtrace.errors import UnknownName, did_you_mean
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def measured(
     found: dict[str, TextTable] = {}
     for name in wanted:
         begin(f"measuring {name}")
-        found[name] = MEASURES[name](trace, asked).table()
+        found[name] = as_text(MEASURES[name](trace, asked))
     return found
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -82,6 +82,21 @@ def write_table(data: Data) -> None:
     out.print(table(data.lines(None), right))
     for note in data.words(None):
         out.print(note, soft_wrap=True)
+
+
+def as_text(found: Any) -> Data:
+    """The table that a result prints."""
+    from gradtrace.io.table import TextColumn, TextTable
+    from gradtrace.table import Table
+
+    shown = found if isinstance(found, Table) else found.table()
+    if not isinstance(shown, Table):
+        return cast("Data", shown)
+    columns = [column for column in shown.columns if column.shown]
+    rows = (tuple(row[column.name] for column in columns) for row in shown)
+    rows = (tuple(None if value != value else value for value in row) for row in rows)
+    named = tuple(TextColumn(column.name, column.kind, column.unit) for column in columns)
+    return TextTable(shown.heading, named, tuple(rows), shown.notes)
 
 
 def write_json(data: dict[str, Any]) -> None:

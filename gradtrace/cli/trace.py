@@ -32,7 +32,7 @@ from gradtrace.cli.measures import (
     measured,
     write_measure,
 )
-from gradtrace.cli.printing import Json, working, write, write_json, write_table
+from gradtrace.cli.printing import Json, as_text, working, write, write_json, write_table
 from gradtrace.cli.target import (
     Arguments,
     Target,
@@ -121,7 +121,7 @@ def trace(
         work.begin("measuring influence")
         table = traced.influence(chosen, weight, of=of or None, sample=sample, seed=seed)
         divided = _divided(traced, of, sample, seed)
-        flow = traced.flow().verdict
+        flow = " ".join(traced.norms().notes)
         tables = measured(traced, more, Question(chosen, of or None, power), work.begin)
         _write_files(traced, out, report, work.begin)
     if as_json:
@@ -141,7 +141,7 @@ def _write_tables(
     first: Iterable[Choices | GradientPath], measures: Mapping[str, TextTable], top: int | None
 ) -> None:
     for each in first:
-        write_table(each.table())
+        write_table(as_text(each))
     for table in measures.values():
         write_measure(table, top)
 
@@ -313,7 +313,7 @@ def _data(
                 "element": list(path.index),
                 "weight": path.weight,
                 "gradient": path.gradient,
-                "steps": path.table().to_dicts(),
+                "steps": as_text(path).to_dicts(),
             }
             for path in paths
         ],

@@ -1,6 +1,6 @@
 """Gradients that arrive, and are too small, too large or too one-sided to train with.
 
-Vanishing and exploding gradients are those of ``Trace.flow``. Loss terms are compared by the norms
+Vanishing and exploding gradients are those of ``Trace.norms``. Loss terms are compared by the norms
 of their gradients, each found by a backward pass from its own place in the sum.
 """
 
@@ -24,8 +24,9 @@ from gradtrace.diagnosis.backward_sizes import BackwardSizes
 from gradtrace.diagnosis.forward_record import ForwardRecord, shown
 from gradtrace.diagnosis.result import Finding, Reason
 from gradtrace.diagnosis.zeros import is_placeholder, kind_of, reason_of
-from gradtrace.flow import Flow
+from gradtrace.flow import TOP
 from gradtrace.flow.tuning import FAR_FACTOR
+from gradtrace.table import Table
 
 DROWNED_FACTOR = 1e4
 """A term of the loss is drowned if another one's gradient is larger by this factor."""
@@ -48,7 +49,7 @@ VERDICTS = {
     "Mostly dead": "a smaller learning rate, another initialisation or a leaky slope help.",
 }
 REPEATED = "through "
-"""How the sentence of a flow begins that is about many uses of the same weights."""
+"""How the sentence begins that is about many uses of the same weights."""
 
 FORGETS = (
     "gated cells (LSTM, GRU), an orthogonal initialisation, attention or shorter sequences help: "
@@ -65,22 +66,23 @@ SHOWN_CODE = 60
 """The most characters of an expression that names a term."""
 
 
-def is_in_a_branch(flow: Flow) -> bool:
+def is_in_a_branch(norms: Table) -> bool:
     """Whether a gradient that vanishes does so in a branch: another module that the model begins
     with, which hands it to no other, gets one of usual size.
     """
-    begins = [row for row in flow.rows if row.module and row.own is not None and row.handed is None]
-    most = max((row.norm for row in flow.rows), default=0.0)
+    rows = [row for row in norms if row.module != TOP]
+    begins = [row for row in rows if row.own is not None and row.gain is None]
+    most = max(norms.column("norm"), default=0.0)
     return any(row.norm > most / FAR_FACTOR and not row.verdict for row in begins)
 
 
-def flow_findings(flow: Flow) -> Iterator[Finding]:
-    """What ``flow`` says of gradients that vanish, explode, or are mostly 0."""
-    for text in flow.findings:
+def norm_findings(norms: Table) -> Iterator[Finding]:
+    """What ``Trace.norms`` says of gradients that vanish, explode, or are mostly 0."""
+    for text in norms.notes:
         word, _, sentence = text.partition(": ")
         if word not in VERDICTS:
             continue
-        if word == "Vanishing" and not sentence.startswith(REPEATED) and is_in_a_branch(flow):
+        if word == "Vanishing" and not sentence.startswith(REPEATED) and is_in_a_branch(norms):
             continue
         ends = dict.fromkeys(re.findall(r"'([^']*)'", sentence.partition("; ")[0]))
         evidence, advice = sentence.partition(". ")[0], VERDICTS[word]

@@ -11,8 +11,9 @@ from gradtrace.diagnosis.balance import is_in_a_branch
 from gradtrace.diagnosis.forward_record import ForwardRecord
 from gradtrace.diagnosis.result import Finding, common_module, listed
 from gradtrace.diagnosis.zeros import kind_of
-from gradtrace.flow import Flow, ModuleFlow
+from gradtrace.flow import TOP
 from gradtrace.flow.tuning import FAR_FACTOR, SCORES_FACTOR
+from gradtrace.table import Row, Table
 
 DAMPING_FACTOR = 30.0
 """A product by which a gradient falls by more than this has a small factor."""
@@ -30,9 +31,9 @@ ADVICE = {
 
 @dataclass(eq=False)
 class Branches:
-    """Looks at the rows of a ``flow``, apart from the modules that were ``told`` of."""
+    """Looks at gradient norms by module, apart from the modules that were ``told`` of."""
 
-    flow: Flow
+    norms: Table
     told: set[str]
     sizes: BackwardSizes
     modules: Mapping[Node, str]
@@ -42,20 +43,20 @@ class Branches:
         """Modules that get over 1,000 times less than those beside them: a note where that is the
         doing of a small factor which is itself trained (LayerScale).
         """
-        vanishes = any(text.startswith("Vanishing") for text in self.flow.findings)
-        if vanishes and not is_in_a_branch(self.flow):
+        vanishes = any(text.startswith("Vanishing") for text in self.norms.notes)
+        if vanishes and not is_in_a_branch(self.norms):
             return
-        rows = [row for row in self.flow.rows if row.verdict == "vanishing"]
-        rows = [row for row in rows if row.module and row.module not in self.told]
+        rows = [row for row in self.norms if row.verdict == "vanishing"]
+        rows = [row for row in rows if row.module != TOP and row.module not in self.told]
         scaled = [row for row in rows if self._is_scaled(row.module)]
         others = [row for row in rows if row not in scaled]
         for severity, some in (("warning", others), ("note", scaled)):
             if some:
                 yield self._finding(severity, some)
 
-    def _finding(self, severity: str, rows: Sequence[ModuleFlow]) -> Finding:
+    def _finding(self, severity: str, rows: Sequence[Row]) -> Finding:
         names = tuple(row.module for row in rows)
-        most = max(row.norm for row in self.flow.rows)
+        most = max(self.norms.column("norm"))
         by = ", by a factor that is trained" if severity == "note" else ""
         return Finding(
             "branch",

@@ -278,14 +278,14 @@ class Diagnoser:
         terms = balance.LossTerms(loss, sizes, subject.names, subject.hooks, subject.record)
         yield from terms.findings({each.line for each in missing if each.severity != "note"} - {""})
         try:
-            flow = subject.trace(loss).flow()
+            norms = subject.trace(loss).norms()
         except GradtraceError as error:
             self.remarks.append(f"Whether gradients vanish or explode was not measured: {error}")
             return
-        for found in balance.flow_findings(flow):
+        for found in balance.norm_findings(norms):
             if not (lost and found.kind in ("vanishing", "mostly dead")):  # by underflow
                 yield found
-        yield from Branches(flow, told, sizes, self._modules, subject.record).findings()
+        yield from Branches(norms, told, sizes, self._modules, subject.record).findings()
 
     # Others --------------------------------------------------------------------------------------
 

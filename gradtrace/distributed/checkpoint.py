@@ -24,18 +24,18 @@ from typing import Any, TypeAlias
 from gradtrace.distributed import tuning
 from gradtrace.distributed.batches import START_OVER_HINT, Batch, BatchEntry
 from gradtrace.distributed.identity import RunIdentity
+from gradtrace.distributed.summed_tables import SummedTables
 from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import container, schemas
 from gradtrace.io.atomic_files import BadFile, NoFile
-from gradtrace.measures.decomposition import Decomposition
-from gradtrace.runs.influence import Influence
+from gradtrace.tracing.influence import Influence
 
-Result: TypeAlias = Influence | Decomposition
+Result: TypeAlias = Influence | SummedTables
 """What is measured over a data set: tables that can be merged."""
 
-KINDS: dict[str, type[Influence] | type[Decomposition]] = {
+KINDS: dict[str, type[Influence] | type[SummedTables]] = {
     "influence": Influence,
-    "decomposition": Decomposition,
+    "decomposition": SummedTables,
 }
 """Results by the kind of their checkpoints, which is also the name of their field there."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, spelt
 from gradtrace.distributed.dataset_influence import LossFn, RunOptions, over_batches
+from gradtrace.distributed.summed_tables import SummedTables
 from gradtrace.measures.decompose import decomposed
-from gradtrace.measures.decomposition import Decomposition
+from gradtrace.table import Table
 from gradtrace.tracing.counting import component_finder
 from gradtrace.watch import watch
 
@@ -28,7 +28,7 @@ def decompose(
     progress: bool | None = None,
     group: Any = None,
     sharded: bool | None = None,
-) -> Decomposition:
+) -> Table:
     """The gradient through each component, ``trace.decompose``, over a data set.
 
     Shares are ``Σ ⟨g_C, g⟩ / Σ ⟨g, g⟩`` over losses, with standard
@@ -48,7 +48,7 @@ def decompose(
             does.
 
     Returns:
-        Shares with standard errors; ``interrupted`` says whether it was stopped with Ctrl-C.
+        Shares with standard errors; ``about["interrupted"]`` says whether Ctrl-C stopped it.
 
     >>> import torch, gradtrace as gt
     >>> _ = torch.manual_seed(0)
@@ -62,16 +62,16 @@ def decompose(
     >>> def losses(model, x):
     ...     return model(x).square().sum(1)
     >>> split = gt.decompose(Two(), losses, [torch.randn(4, 2)] * 3, components=["a", "b"])
-    >>> split.pairs, round(split.shares["a"] + split.shares["b"], 6)
+    >>> split.about["losses"], round(split.shares["a"] + split.shares["b"], 6)
     (12, 1.0)
     """
     components = spelt(components)
 
-    def measure(watched: watch, loss: Tensor, number: int) -> Decomposition:
+    def measure(watched: watch, loss: Tensor, number: int) -> SummedTables:
         trace = watched.trace(loss)
         with isolated():  # a batch may pass none of the components
-            found = decomposed(trace, component_finder(trace).choose(components))
-        return replace(found, source=None)  # which would keep the graph of the batch
+            found = decomposed(trace, component_finder(trace).choose(components), components)
+        return SummedTables((Table.total([found]),))  # without the graph of the batch
 
     found = over_batches(
         "decomposition",
@@ -80,5 +80,5 @@ def decompose(
         measure,
         RunOptions(checkpoint, progress, group, sharded),
     )
-    assert isinstance(found, Decomposition)
-    return found
+    assert isinstance(found, SummedTables)
+    return found.total()

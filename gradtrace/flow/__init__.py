@@ -22,50 +22,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
-from gradtrace.errors import NotScalar
-from gradtrace.flow.modules import Modules
-from gradtrace.flow.operator_graph import OperatorGraph
-from gradtrace.flow.result import Flow, Level, ModuleFlow
-from gradtrace.flow.sizing import Size, begin, measure
-from gradtrace.flow.words import FlowText
+from gradtrace.flow.norms import TOP, Modules
+from gradtrace.flow.operator_graph import Level, OperatorGraph
+from gradtrace.flow.sizing import Size, measure
+from gradtrace.flow.words import NormWords
 from gradtrace.ir.program import Program
+from gradtrace.table import Column, Table
 
-__all__ = ["Flow", "Level", "ModuleFlow", "Size", "begin", "flow_of", "measure"]
+__all__ = ["TOP", "Level", "Size", "measure", "norms_of", "profile_of"]
+
+COLUMNS = (
+    Column("module"),
+    Column("depth", "count"),
+    Column("norm", "number"),
+    Column("gain", "number"),
+    Column("zeros", "share"),
+    Column("own", "number"),
+    Column("verdict"),
+)
 
 
-def flow_of(
+def norms_of(
     program: Program,
     names: Mapping[int, str],
     classes: Mapping[str, str],
-    seed: Tensor | None = None,
     size: Mapping[int, Size] | None = None,
-) -> Flow:
-    """The gradient flow of a program, in one pass that keeps no cotangent.
+) -> Table:
+    """The norms of a program's cotangents by module, nearest to the loss first.
 
-    ``names`` are the leaves' names by value, ``classes`` the classes of a model's modules by name.
-    ``seed`` weights the elements of the loss instead of the program's own seed; ``size`` is the
-    result of ``measure`` with that seed, if it is already known.
+    One pass keeps no cotangent. ``names`` are the leaves' names by value, ``classes`` the classes
+    of a model's modules by name; ``size`` is what ``measure`` found, if it is known.
 
     >>> import torch, gradtrace
     >>> y = x = torch.ones(4, requires_grad=True)
     >>> for _ in range(30):
     ...     y = (0.5 * y).tanh()
-    >>> program = gradtrace.program(y.sum())
-    >>> names = {leaf.value: f"leaf{i}" for i, leaf in enumerate(program.leaves)}
-    >>> flow = flow_of(program, names, {})
-    >>> print(flow.verdict)
+    >>> table = gradtrace.trace(y.sum(), names={"x": x}).norms()
+    >>> print(table.notes[0])
     Vanishing: the gradient falls from 2 at depth 1 (TanhBackward0) to 7.3e-09 at depth 57 ...
-    >>> [round(level.norm, 3) for level in flow.profile[:4]]
-    [1.0, 2.0, 2.0, 1.0]
     """
-    seed = program.seed if seed is None else seed.to(program.seed)
-    if seed.shape != program.seed.shape:
-        raise NotScalar(
-            f"the seed has shape {tuple(seed.shape)} and the loss {tuple(program.seed.shape)}; "
-            "pass a weight for each element of the loss"
-        )
-    graph = OperatorGraph(program, measure(program, seed, norms=True) if size is None else size)
+    graph = OperatorGraph(program, measure(program) if size is None else size)
     modules = Modules(graph, names, classes)
-    return Flow(graph.profile, modules.rows, tuple(FlowText(graph, modules).findings()))
+    rows = tuple((row.name, *row[1:]) for row in modules.rows)
+    deep, notes = len(graph.profile), tuple(NormWords(graph, modules).findings())
+    title = f"Gradient norms by module ({deep:,} operators deep)"
+    return Table(title, COLUMNS, rows, notes, {"depth": deep})  # type: ignore[arg-type]
+
+
+def profile_of(program: Program, size: Mapping[int, Size] | None = None) -> tuple[Level, ...]:
+    """For each depth, from the loss on, the operator with the largest norm."""
+    return OperatorGraph(program, measure(program) if size is None else size).profile

@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import heappop, heappush
-from math import inf, isnan, nan
+from math import inf, isnan, nan, sqrt
 from typing import NamedTuple
 
 import torch
 
-from gradtrace.flow.result import Level
 from gradtrace.flow.sizing import Size
 from gradtrace.flow.tuning import MEDIAN_DEPTHS, SEQUENCE_MIN_DEPTHS, UNDERFLOW_FACTOR
 from gradtrace.ir.program import HOOKS, Program
@@ -20,6 +19,29 @@ from gradtrace.linops import Map
 
 LOSSES = ("LogSoftmax", "NllLoss", "BinaryCrossEntropy", "LogSigmoid", "MseLoss", "KlDiv")
 """How operators begin that are a loss function's, wherever they lie before the first module."""
+
+
+class Level(NamedTuple):
+    """The operator with the largest gradient norm at its output, at one depth; ``zeros`` is the
+    share of entries that are exactly 0.
+    """
+
+    depth: int
+    norm: float
+    operator: str
+    module: str
+    entries: int
+    zeros: float
+
+    @property
+    def rms(self) -> float:
+        """The root of the mean square: ``norm / √entries``."""
+        return self.norm / sqrt(self.entries) if self.entries else 0.0
+
+    @property
+    def where(self) -> str:
+        """The module's name in quotes; outside any module, the operator's name."""
+        return f"'{self.module}'" if self.module else self.operator
 
 
 class PassedGradient(NamedTuple):
@@ -75,9 +97,9 @@ class OperatorGraph:
         for number, depth in self.depth.items():
             block = self.blocks[number]
             value = max(block.takes.values(), key=lambda v: rank(size[v]))
-            norm, largest, nonzero, _, entries, _ = size[value]
+            norm, _, nonzero, _, entries, _ = size[value]
             place, zeros = (block.operator, block.place.module), zero_share(entries, nonzero)
-            self.levels[number] = Level(depth, norm, *place, entries, largest, zeros)
+            self.levels[number] = Level(depth, norm, *place, entries, zeros)
             if nonzero or self.faint(value):
                 self.alive.add(number)
 
@@ -223,8 +245,7 @@ class OperatorGraph:
                 heappop(open_)
             if open_ and -open_[0][0] > rank(level):
                 _, taker, value = open_[0]
-                found = size[value]
-                yield self.levels[taker]._replace(norm=found.norm, largest=found.largest)
+                yield self.levels[taker]._replace(norm=size[value].norm)
             else:
                 yield level
 

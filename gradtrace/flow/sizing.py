@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from math import hypot, inf, nan, prod
+from collections.abc import Sequence
+from math import hypot, inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from gradtrace.flow.product_norms import (
-    NORM_MAX,
-    NORM_MIN,
-    UnmadeProduct,
-    UnmadeScatter,
-    few_elements,
-    norm_of_sum,
-    product_of,
-)
 from gradtrace.ir.interpreter import gradient_of
-from gradtrace.ir.passes.tails import find_tails
 from gradtrace.ir.program import Program, Step
 from gradtrace.kernels import backend_of
 from gradtrace.linops import Identity, Index
@@ -44,56 +34,42 @@ class Size(NamedTuple):
     dtype: torch.dtype
 
 
-def measure(program: Program, seed: Tensor, norms: bool = False) -> dict[int, Size]:
-    """The sizes of all cotangents at operators' outputs and inputs, and of leaves."""
-    return begin(program, seed, norms)()
-
-
-def begin(program: Program, seed: Tensor, norms: bool = False) -> Callable[[], dict[int, Size]]:
-    """Begin to ``measure``, which a GPU does beside what follows; the function returned waits.
+def measure(program: Program) -> dict[int, Size]:
+    """The sizes of all cotangents at operators' outputs and inputs, and of leaves.
 
     One pass; each cotangent is dropped after its last use. The numbers are copied to the CPU in one
     transfer: a sync for each would cost more than its computation. They are rows of one table: a
     small tensor for each would lie between the cotangents, whose memory could not be used again.
-
-    With ``norms``, of what only a large weight's gradient is made of the norm alone is found, where
-    that is cheaper (``product_norms``): ``largest`` and ``nonzero`` are then the most they can be,
-    and ``mass`` is NaN.
     """
-    parts = program.constants.parts
-    found = _Measuring(program, seed, find_tails(program) if norms and parts is None else set())
     with torch.no_grad():
+        found = _Measuring(program)
         for n, step in enumerate(program.steps()):
             found.follow(n, step)
-    found.measure_waiting()
-
-    def finish() -> dict[int, Size]:
-        numbers, measured = found.table.tolist(), {}
-        for value, row in found.rows.items():
-            norm, largest, nonzero, mass = numbers[row]
-            measured[value] = Size(norm, largest, int(nonzero), mass, *found.forms[value])
-        return measured if parts is None else _over_ranks(measured, parts)
-
-    return finish
+        found.measure_waiting()
+    numbers, measured = found.table.tolist(), {}
+    for value, row in found.rows.items():
+        norm, largest, nonzero, mass = numbers[row]
+        measured[value] = Size(norm, largest, int(nonzero), mass, *found.forms[value])
+    parts = program.constants.parts
+    return measured if parts is None else _over_ranks(measured, parts)
 
 
 class _Measuring:
     """The values of a program that are still needed, and the sizes so far: ``rows`` of values in a
-    ``table``. ``unmade`` are values of ``tails`` that have not been computed.
+    ``table``.
     """
 
-    def __init__(self, program: Program, seed: Tensor, tails: set[int]) -> None:
-        self.program, self.seed, self.tails = program, seed, tails
+    def __init__(self, program: Program) -> None:
+        self.program, seed = program, program.seed
         self.last = program.last_uses
-        self.kept = _known(program) if seed is program.seed else {}
+        self.known = _known(program)
         self.wanted = {leaf.value for leaf in program.leaves}
         for block in program.blocks:
             self.wanted.update(block.takes.values(), block.gives.values())
         self.values = {program.root: seed}
-        self.unmade: dict[int, UnmadeProduct | UnmadeScatter] = {}
         self.forms = {program.root: (seed.numel(), seed.dtype)}
-        steps, device = len(program.steps()), seed.device
-        self.table = torch.zeros((steps + 1, 4), dtype=torch.float64, device=device)
+        size = len(program.steps()) + 1, 4
+        self.table = torch.zeros(size, dtype=torch.float64, device=seed.device)
         self.rows: dict[int, int] = {}
         self.most = TOGETHER if backend_of(seed).synchronises else 1
         self.waiting: list[Tensor] = []  # are measured together; their rows are the next
@@ -103,82 +79,27 @@ class _Measuring:
     def follow(self, n: int, step: Step) -> None:
         """Measure the result of a step, the n-th."""
         out, values = step.out, self.values
-        if out not in self.tails or out in self.kept or not self._unmade(step):
-            x = values[out] = self._computed(step)
-            if out in self.wanted:
-                before = step.terms[0].value
-                moved = before in self.rows and self.forms[before][1] is x.dtype
-                if moved and _permutes(step, self.program):
-                    self.rows[out], self.forms[out] = self.rows[before], self.forms[before]
-                else:
-                    self.forms[out] = x.numel(), x.dtype
-                    self._measure(out, x)
+        known = self.known.get(out)
+        if known is None or known.dtype is not step.dtype:  # of a cast, or complex
+            known = gradient_of(step, self.program.maps, values)
+        values[out] = known
+        if out in self.wanted:
+            self.forms[out] = known.numel(), known.dtype
+            before = step.terms[0].value
+            moved = before in self.rows and self.forms[before][1] is known.dtype
+            if moved and _permutes(step, self.program):
+                self.rows[out] = self.rows[before]
+            else:
+                self._measure(out, known)
         for value in (out, *(term.value for term in step.terms)):
             if self.last.get(value, -1) <= n:
                 values.pop(value, None)
-                self.unmade.pop(value, None)
-
-    def _computed(self, step: Step) -> Tensor:
-        known = self.kept.get(step.out)
-        if known is not None and known.dtype is step.dtype:  # not of a cast, nor complex
-            return known
-        for _, value in step.terms:
-            if value not in self.values:
-                self.values[value] = self.unmade[value].value()
-        return gradient_of(step, self.program.maps, self.values)
-
-    def _unmade(self, step: Step) -> bool:
-        """Measure the result of a step without computing it; whether that was possible."""
-        if len(step.terms) > 1:
-            return self._unmade_sum(step)
-        out, (at, value), program = step.out, step.terms[0], self.program
-        if (old := self.unmade.get(value)) is not None:
-            if not _permutes(step, program):
-                return False
-            self.unmade[out] = old.moved(program.maps[at])
-            self.rows[out], self.forms[out] = self.rows[value], self.forms[value]
-            return True
-        x = self.values[value]
-        if (few := few_elements(step, program, x)) is not None:
-            self.unmade[out] = few
-            self.forms[out] = prod(step.shape), step.dtype
-            self._measure(out, few.elements.value)
-            return True
-        product = product_of(step, program, x)
-        if product is None or not NORM_MIN < (norm := product.norm()) < NORM_MAX:
-            return False
-        self.unmade[out] = product
-        self._take_norm(step, norm)
-        return True
-
-    def _unmade_sum(self, step: Step) -> bool:
-        """The gradient of a weight that is also an embedding: a product and few elements."""
-        terms = [self.unmade.get(term.value) for term in step.terms]
-        alike = all(isinstance(map_, Identity) for map_ in self.program.maps.of(step))
-        if not alike or len(terms) != 2 or step.out in self.last:  # something is made of it
-            return False
-        for (product, few), (_, value) in zip((terms, terms[::-1]), step.terms):
-            if isinstance(product, UnmadeProduct) and isinstance(few, UnmadeScatter):
-                self.measure_waiting()
-                norm = norm_of_sum(product, float(self.table[self.rows[value], 0]), few)
-                if norm is not None and NORM_MIN < norm < NORM_MAX:
-                    self._take_norm(step, norm)
-                    return True
-        return False
-
-    def _take_norm(self, step: Step, norm: float) -> None:
-        self.measure_waiting()
-        entries = prod(step.shape)
-        self.forms[step.out], self.rows[step.out] = (entries, step.dtype), self.filled
-        numbers = [norm, norm, float(entries), nan]
-        self.table[self.filled] = self.table.new_tensor(numbers)
-        self.filled += 1
 
     def _measure(self, value: int, x: Tensor) -> None:
         """Measure a value, now or together with others."""
         self.rows[value] = self.filled + len(self.waiting)
         self.waiting.append(x)
-        self.held += 0 if value in self.kept else x.nbytes
+        self.held += 0 if value in self.known else x.nbytes
         if len(self.waiting) >= self.most or self.held > TOGETHER_MAX_BYTES:
             self.measure_waiting()
 

@@ -1,4 +1,4 @@
-"""Writes the findings of a flow in sentences."""
+"""What is found about gradient norms, in sentences."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan
 
-from gradtrace.flow.modules import Modules
+from gradtrace.flow.norms import ModuleNorms, Modules
 from gradtrace.flow.operator_graph import Change, OperatorGraph
-from gradtrace.flow.result import ModuleFlow
 from gradtrace.flow.tuning import FAR_FACTOR, NAMED_MAX_MODULES, STEADY_FACTOR
 
 KEEP = (
@@ -25,7 +24,7 @@ RELUS = ("Relu", "Threshold", "ClampMin", "LeakyRelu", "Hardswish")
 
 
 @dataclass
-class FlowText:
+class NormWords:
     """The findings of a measured program, in sentences."""
 
     graph: OperatorGraph
@@ -86,12 +85,6 @@ class FlowText:
             yield f"{start} gradient neither vanishes nor explodes: {self._describe(change, 'it')}."
         elif not dead:
             yield f"The graph is {_count(deep, 'operator')} deep, too few to vanish or explode."
-        silent = sum(not level.largest for level in self.graph.profile)
-        if silent and not dead:
-            yield f"At {silent:,} of {deep:,} depths it is exactly 0."
-        for word, much in (("vanishing", "less"), ("exploding", "more")):
-            if far := self._rows(word):
-                yield f"Apart from that, {_get(far)} over {FAR_FACTOR:,.0f} times {much}."
 
     # Zeros, NaN and infinity ---------------------------------------------------------------------
 
@@ -127,7 +120,7 @@ class FlowText:
         why = self._why([v.value for v in program.leaves], "Nothing but zeros reaches them.")
         return f"No gradient flows: that of every leaf is exactly 0. {why}"
 
-    def _rows(self, verdict: str) -> list[ModuleFlow]:
+    def _rows(self, verdict: str) -> list[ModuleNorms]:
         return [row for row in self.modules.rows if row.verdict == verdict]
 
     def _dead(self) -> str:
@@ -135,7 +128,7 @@ class FlowText:
         if not rows:
             return ""
         parts = [(row, gathered[row.module]) for row in rows]
-        values = [v for row, part in parts for v in (part.out if row.norm else part.values)]
+        values = [v for row, part in parts for v in (part.out if row.norm else part.reached)]
         why = self._why(values, "What reaches them adds up to 0.")
         if silent := [row for row in rows if not row.norm]:
             return f"Dead: {_get(silent)} no gradient at all. {why}"
@@ -184,7 +177,7 @@ def _count(n: int, word: str) -> str:
     return f"{n:,} {word if n == 1 else many}"
 
 
-def _listed(rows: Sequence[ModuleFlow]) -> str:
+def _listed(rows: Sequence[ModuleNorms]) -> str:
     """``'a', 'b' and 2 more``."""
     shown = [f"'{row.name}'" for row in rows[:NAMED_MAX_MODULES]]
     more = len(rows) - len(shown)
@@ -192,6 +185,6 @@ def _listed(rows: Sequence[ModuleFlow]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def _get(rows: Sequence[ModuleFlow]) -> str:
+def _get(rows: Sequence[ModuleNorms]) -> str:
     """``'a' gets``, ``'a' and 'b' get``."""
     return f"{_listed(rows)} {'gets' if len(rows) == 1 else 'get'}"

@@ -10,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from math import nan, sqrt
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradtrace.components.components import ComponentSelection, impossible
+from gradtrace.components.components import Components, ComponentSelection, impossible
 from gradtrace.ir import memory
-from gradtrace.measures.decomposition import ComponentPart, Decomposition, LeafPart, Products
+from gradtrace.measures.decomposition import (
+    Decomposition,
+    LeafPart,
+    Products,
+    columns,
+    remarks,
+    row_of,
+)
 from gradtrace.measures.leaf_products import gram, gram_by_pair, leaf_gram
 from gradtrace.measures.through import (
     REMEDY,
@@ -30,7 +38,7 @@ from gradtrace.measures.through import (
     components_in,
     held_bytes,
 )
-from gradtrace.tracing.moments import Moments
+from gradtrace.table import Row
 from gradtrace.tracing.pair_executor import batched_maps, batches_of, only_pairs
 from gradtrace.tracing.per_sample import Pairs
 from gradtrace.tracing.traced_program import TracedProgram
@@ -39,20 +47,22 @@ Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
 
-def decomposed(traced: TracedProgram, chosen: ComponentSelection) -> Decomposition:
-    """The decomposition of a trace's gradient by the chosen components."""
+def decomposed(
+    traced: TracedProgram, chosen: ComponentSelection, by: Components = None
+) -> Decomposition:
+    """The decomposition of a trace's gradient by the chosen components, asked for as ``by``."""
     routes = ComponentRoutes.of(traced.program, chosen.components, chosen.component_bits)
     totals = Totals.of(traced, chosen, routes)
     with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
         for wanted in _sweeps(traced, routes):
             totals.add(components_in(wanted), list(_products(traced, routes, wanted)))
-    return totals.result(ThroughSource(traced, routes, totals.names))
+    return totals.result(ThroughSource(traced, routes, totals.names), by)
 
 
 def possible(found: Decomposition) -> Decomposition:
     """The decomposition; an error if no path can pass any of its components."""
     if not found.parts:
-        raise impossible([row.name for row in found.rows])
+        raise impossible(list(found.names))
     return found
 
 
@@ -278,30 +288,33 @@ class Totals:
 
     # The result -----------------------------------------------------------------------------------
 
-    def result(self, source: ThroughSource) -> Decomposition:
-        """The decomposition."""
-        names, notes = self.names, list(self.traced.notes)
-        could = self.may & ~self.owned
-        sizes = np.array([leaf.tensor.numel() for leaf in self.traced.program.leaves])
-        components = tuple(
-            ComponentPart(
-                name,
-                int(sizes[self.owned[:, n]].sum()),
-                tuple(self.traced.names[self.values[k]] for k in np.flatnonzero(could[:, n])),
-                Moments.over(self.dot[0, :, n].tolist(), self.size[0, :, n].tolist()),
-                Moments.over(self.dot[1, :, n].tolist(), self.size[1, :, n].tolist()),
-                float(self.leaf_through[could[:, n], n].sum()),
-            )
-            for n, name in enumerate(names)
-        )
+    def result(self, source: ThroughSource, by: Components) -> Decomposition:
+        """The decomposition, of components that were asked for as ``by``."""
+        losses, crossing = self.traced.pairs, self._crossing()
+        shown, rows = columns(losses), tuple(self._rows())
+        places = {column.name: n for n, column in enumerate(shown)}
+        notes = [*remarks([Row(places, row) for row in rows], crossing), *self.traced.notes]
         if self.skipped:
             notes.append(
                 "leaves whose gradient is NaN, infinite or too large to be squared are left out: "
                 f"{', '.join(self.skipped)}"
             )
-        return Decomposition(
-            components, self._leaves(), self._crossing(), self.traced.pairs, tuple(notes), source
-        )
+        about = {"losses": losses, "by": by}
+        fixed = "Gradient by component", shown, rows, tuple(notes), about
+        return Decomposition(*fixed, self._leaves(), crossing, source)  # type: ignore[arg-type]
+
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        could, many = self.may & ~self.owned, self.traced.pairs > 1
+        sizes = np.array([leaf.tensor.numel() for leaf in self.traced.program.leaves])
+        for n, name in enumerate(self.names):
+            through = float(self.leaf_through[could[:, n], n].sum())
+            dots, whole = self.dot[:, :, n], self.size[:, :, n]
+            (dot, size), (other, contested) = zip(dots.sum(1).tolist(), whole.sum(1).tolist())
+            sums = {"dot": dot, "size": size, "through": through}
+            sums |= {"contested dot": other, "contested size": contested}
+            errors = [standard_error(*both) for both in zip(dots, whole)] if many else []
+            counts = int(could[:, n].sum()), int(sizes[self.owned[:, n]].sum())
+            yield row_of(name, sums, errors, counts)
 
     def _leaves(self) -> tuple[LeafPart, ...]:
         found, names = [], self.names
@@ -324,3 +337,12 @@ class Totals:
                 both = Products(dot, first, second, bool(common[a, b]), overlap)
                 found[names[a], names[b]] = both
         return found
+
+
+def standard_error(above: Floats, below: Floats) -> float:
+    """The standard error of ``Σ above / Σ below`` over losses, as of a ratio estimator."""
+    whole, many = float(below.sum()), len(above)
+    if not whole:
+        return nan
+    residual = float(((above - above.sum() / whole * below) ** 2).sum())
+    return sqrt(residual * many / (many - 1)) / abs(whole)

@@ -1,24 +1,21 @@
-"""``Mass``: the share of the mass of all paths, ``Σ |weight|**p``, that passes each component."""
+"""``mass``: the share of the mass of all paths, ``Σ |weight|**p``, that passes each component."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from math import inf, isnan, nan
-from typing import Any, NamedTuple
-from weakref import ref
+from math import inf, isnan, nan, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components, ComponentSelection, impossible
-from gradtrace.errors import GradtraceError, NonFinite, check_mergeable, listed, printable
-from gradtrace.io.table import ComponentRows, Tabular, TextColumn, TextTable, known
+from gradtrace.errors import GradtraceError, NonFinite
 from gradtrace.ir import memory
 from gradtrace.ir.passes.entries import Entries
 from gradtrace.ir.program import Program
@@ -28,19 +25,16 @@ from gradtrace.kernels.precision import exact
 from gradtrace.linops import Contract, Scale
 from gradtrace.paths.masked_weights import finitely
 from gradtrace.paths.path_mass import (
-    Ahead,
     BackwardMass,
     PathMass,
     SumLayout,
-    leading_to_leaves,
-    leaf_tails,
     path_masses,
     run_ahead,
 )
 from gradtrace.semirings import Abs, Semiring
 from gradtrace.semirings.additive import LiftedAbs, LogAbs
+from gradtrace.table import Column, Table
 from gradtrace.tracing.counting import chosen_components
-from gradtrace.tracing.moments import NOTHING, Moments, as_float, in_units, loss_count
 from gradtrace.tracing.traced_program import TracedProgram
 
 NO_REST = "as much as the gradient: nothing cancels"
@@ -48,197 +42,56 @@ WHAT = "measuring the mass of paths"
 REMEDY = "trace fewer samples at a time, or measure fewer components"
 
 
-GRADIENT_MAX_ELEMENTS = 1 << 22
-"""The most leaf elements whose gradients are summed at once; those of large models take half of a
-backward pass, so they are summed when they are asked for.
-"""
+COLUMNS = (
+    Column("share", "share", formula="ratio", of=("mass", "eligible")),
+    Column("mass", "number", adds=True),
+    Column("eligible", "number", adds=True),
+)
 
 
-@dataclass(frozen=True)
-class MassRow:
-    """A component: the mass of the paths through it, and of those that could pass through it."""
-
-    name: str
-    moments: Moments = NOTHING
-
-    @property
-    def mass(self) -> float:
-        """``Σ |weight|**p`` over the paths through the component."""
-        return as_float(self.moments.t)
-
-    @property
-    def eligible(self) -> float:
-        """``Σ |weight|**p`` over all paths of the leaves outside it that could pass through it."""
-        return as_float(self.moments.e)
-
-    @property
-    def share(self) -> float:
-        """The ratio of the two; nan if no path could pass through the component."""
-        return self.moments.share
-
-    def __add__(self, other: MassRow) -> MassRow:
-        return replace(self, moments=self.moments + other.moments)
-
-
-@dataclass(frozen=True)
-class Mass(ComponentRows[MassRow], Tabular):
-    """A table of components: how much of the mass of all paths passes through each.
+def mass_of(traced: TracedProgram, by: Components, p: float) -> Table:
+    """The share of the mass of all paths that passes each component.
 
     The mass of a path is ``|weight|**p``, the weight being the product of the derivatives along
     it. ``share`` is the mass of the paths through a component over that of all paths of the leaves
-    outside it for which some route through it exists; its own leaves are left out of both. A path
-    counts once, however often it visits a component. Shares of branches side by side, of which
-    every path takes one, add up to 1.
+    outside it for which some route through it exists (``eligible``); its own leaves are left out of
+    both. A path counts once, however often it visits a component. Shares of branches side by side,
+    of which every path takes one, add up to 1.
 
     With ``p = 1`` all paths count by what they carry; with larger p the heaviest count more, and in
     the limit only the path that the rule "viterbi" finds. For several losses, masses are summed
-    over losses before they are divided, and ``errors`` are over losses. ``total`` is the mass of
-    all paths.
+    over losses before they are divided, and errors are over losses. Of one loss with ``p = 1``,
+    ``about["cancellation"]`` is ``Σ |weight| / Σ |gradient|`` of all leaves, at least 1: how many
+    times the gradient all paths carry, the rest of which cancels; nan where that is 0 or not
+    finite.
     """
-
-    rows: tuple[MassRow, ...]
-    p: float = 1.0
-    pairs: int = 1
-    total: float = nan
-    notes: tuple[str, ...] = ()
-    source: Callable[[], float] | None = field(default=None, compare=False, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "size": self.gradient, "source": None}
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """``{component: share}``; nan if no path could pass through it."""
-        return {row.name: row.share for row in self.rows}
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """``{component: standard error of its share over losses}``; nan for fewer than two."""
-        return {row.name: row.moments.error(self.pairs) for row in self.rows}
-
-    @property
-    def gradient(self) -> float:
-        """``Σ |gradient|`` over all leaves, of one loss and for ``p = 1``; else nan. It is infinite
-        if a gradient is infinite or NaN. Of more than four million elements it is summed when first
-        asked for or printed, which takes the trace; if that is gone, or was changed, it is nan.
-        """
-        if "size" not in self.__dict__:
-            self.__dict__["size"] = nan if self.source is None else self.source()
-        return float(self.__dict__["size"])
-
-    @property
-    def cancellation(self) -> float:
-        """``Σ |weight| / Σ |gradient|``, at least 1: how many times the gradient the paths carry
-        that cancel in it. nan where ``gradient`` is; ``Trace.cancellation`` is that of several
-        losses.
-        """
-        return self.total / self.gradient if 0 < self.gradient < inf else nan
-
-    def merge(self, *others: Mass) -> Mass:
-        """The table over the losses of all tables; the same in any order and grouping.
-
-        Args:
-            others: Tables of the same kind, over other losses.
-
-        Returns:
-            One table.
-        """
-        result = self
-        for other in others:
-            check_mergeable(self, other)
-            if other.p != result.p:
-                raise GradtraceError(
-                    f"masses with p = {result.p:g} and p = {other.p:g} cannot be merged"
-                )
-            mine = {row.name: row for row in result.rows}
-            theirs = {row.name: row for row in other.rows}
-            names = list(mine) if list(mine) == list(theirs) else sorted(mine | theirs)
-            rows = tuple(mine.get(n, MassRow(n)) + theirs.get(n, MassRow(n)) for n in names)
-            result = replace(
-                result,
-                rows=rows,
-                pairs=result.pairs + other.pairs,
-                total=result.total + other.total,
-                source=None,
-                notes=tuple(sorted({*result.notes, *other.notes})),
-            )
-        return result
-
-    # Display -------------------------------------------------------------------------------------
-
-    def table(self) -> TextTable:
-        """The table as text: one row per component."""
-        many = self.pairs > 1
-        columns = (
-            TextColumn("component"),
-            TextColumn("share", "share"),
-            *([TextColumn("± error", "share")] if many else []),
-            TextColumn("mass", "number"),
-            TextColumn("eligible", "number"),
-        )
-        rows = tuple(
-            (
-                row.name,
-                known(row.share),
-                *([known(row.moments.error(self.pairs))] if many else []),
-                row.mass,
-                row.eligible,
-            )
-            for row in self.rows
-        )
-        losses = f", {self.pairs:,} losses" if many else ""
-        return TextTable(f"Mass of paths (p = {self.p:g}{losses})", columns, rows, self._words())
-
-    def _words(self) -> tuple[str, ...]:
-        words = []
-        if not isnan(self.cancellation):
-            much = f"{self.cancellation:.3g} times the gradient: the rest cancels"
-            words.append(f"all paths carry {much if self.cancellation > 1.0005 else NO_REST}")
-        elif self.source is not None:
-            words.append(self._uncompared())
-        total = sum(row.share for row in self.rows if row.moments.e)
-        if total > 1.0005:
-            words.append(
-                f"shares add up to {total:.0%}: each is of the paths that could pass the component "
-                "(eligible), and a path counts in every component that it passes"
-            )
-        apart = [row.name for row in self.rows if not row.moments.e]
-        if apart:
-            shown = listed(apart)
-            words.append(
-                f"no path of a leaf outside it can pass through {shown} with a weight other than 0"
-            )
-        return (*words, *self.notes)
-
-    def _uncompared(self) -> str:
-        """Why it is not said how many times the gradient all paths carry."""
-        if not self.gradient:
-            why = "all paths cancel" if self.total else "no path has a weight other than 0"
-            return f"the gradient is 0: {why}"
-        if not isnan(self.gradient):
-            return "some gradients are NaN or infinite, so paths are not compared with them"
-        return (
-            "how many times the gradient all paths carry is not known, as the trace is gone or "
-            "was changed: print the table before, or keep trace.cancellation()"
-        )
-
-    def __repr__(self) -> str:
-        many = f"{len(self.rows)} components, p={self.p:g}, {loss_count(self.pairs)}"
-        return printable(f"Mass({many})")
-
-
-def mass_of(traced: TracedProgram, components: Components, p: float) -> Mass:
-    """The table of components; see ``Mass``."""
     checked_power(p)
-    chosen = chosen_components(traced, components)
+    chosen = chosen_components(traced, by)
     may = traced.kept.facts(chosen).mass_plan(traced.program).entries.may
     if not any(may[leaf.value] for leaf in traced.program.leaves):
         raise impossible([each.name for each in chosen.components])
-    table = mass_through(traced, chosen, p)
-    return replace(table, source=_gradient_source(traced)) if p == 1 == traced.pairs else table
+    found = mass_through(traced, chosen, p)
+    table = replace(found, about={**found.about, "by": by})
+    if p != 1 or traced.pairs > 1:
+        return table
+    size, total = gradient_size(traced.program), table.about["mass"]
+    cancellation = total / size if 0 < size < inf else nan
+    about = {**table.about, "cancellation": cancellation}
+    return replace(table, notes=(_words(total, size), *table.notes), about=about)
 
 
-def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1.0) -> Mass:
+def _words(total: float, size: float) -> str:
+    """How many times the gradient, of this size, all paths carry."""
+    if not size:
+        why = "all paths cancel" if total else "no path has a weight other than 0"
+        return f"the gradient is 0: {why}"
+    if size == inf:
+        return "some gradients are NaN or infinite, so paths are not compared with them"
+    much = f"{total / size:.3g} times the gradient: the rest cancels"
+    return f"all paths carry {much if total / size > 1.0005 else NO_REST}"
+
+
+def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1.0) -> Table:
     """The table of the chosen components. Powers of weights that leave the range of floats are
     taken as logarithms.
     """
@@ -247,16 +100,16 @@ def mass_through(traced: TracedProgram, chosen: ComponentSelection, p: float = 1
     if p <= LOGARITHMS_FROM:
         with suppress(NonFinite):
             table = _mass_in(Abs(p=checked_power(p)), traced, chosen)
-            empty = [n for n, row in enumerate(table.rows) if not row.moments.e]
+            empty = [n for n, row in enumerate(table) if not row.eligible]
             if not empty:
                 return table
             plain = mass_through(traced, chosen)
-            if not any(plain.rows[n].moments.e for n in empty):
+            if not any(plain.rows[n].eligible for n in empty):
                 return table
     return _mass_in(LogAbs(p=checked_power(p)), traced, chosen)
 
 
-def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSelection) -> Mass:
+def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSelection) -> Table:
     """The table, in a semiring of masses."""
     program, facts = traced.program, traced.kept.facts(chosen)
     plan, owned = facts.mass_plan(program), facts.owners()
@@ -286,36 +139,38 @@ def _mass_in(semiring: Abs | LogAbs, traced: TracedProgram, chosen: ComponentSel
         found = finitely(program, measured)
     runs = [(each, entries, _Eligible.of(each, entries, owned)) for each in found]
 
-    def moments(bit: int) -> Moments:
-        pairs = [_through(bit, *run) for run in runs]
-        return Moments.whole([t for t, _ in pairs], [e for _, e in pairs], found[0].power)
+    power, many = found[0].power, traced.pairs > 1
+    rows = []
+    for k, component in enumerate(chosen.components):
+        pairs = [_through(2 << k, *run) for run in runs]
+        t, e = (sum(each) for each in zip(*pairs))
+        errors = [_error(pairs)] if many else []
+        share = t / e if e else nan
+        rows.append((component.name, share, *errors, _float(t, power), _float(e, power)))
+    columns = [Column("component"), *COLUMNS]
+    if many:
+        columns.insert(2, Column("± share", "share"))
+    total = _float(sum(sum(each.leaves.values()) for each in found), power)
+    about = {"losses": traced.pairs, "p": semiring.p, "mass": total}
+    title = f"Mass of paths (p = {semiring.p:g})"
+    return Table(title, tuple(columns), tuple(rows), traced.notes, about)  # type: ignore[arg-type]
 
-    names = [component.name for component in chosen.components]
-    rows = tuple(MassRow(name, moments(2 << k)) for k, name in enumerate(names))
-    masses = sum(sum(each.leaves.values()) for each in found)
-    total = as_float(in_units(masses, found[0].power))
-    return Mass(rows, semiring.p, traced.pairs, total, traced.notes)
+
+def _float(number: int, power: int) -> float:
+    """The float nearest to ``number · 2**power``; infinite beyond their range."""
+    try:
+        return float(Fraction(number) * Fraction(2) ** power)
+    except OverflowError:
+        return inf
 
 
-def _gradient_source(traced: TracedProgram) -> Callable[[], float]:
-    """``Mass.gradient``: known already if there are few leaf elements. It does not keep the trace
-    alive.
-    """
-    if sum(leaf.tensor.numel() for leaf in traced.program.leaves) <= GRADIENT_MAX_ELEMENTS:
-        size = gradient_size(traced.program)
-        return lambda: size
-    trace = ref(traced)
-
-    @isolated()
-    def measure() -> float:
-        there = trace()
-        with suppress(GradtraceError):
-            if there is not None:
-                there.check_unchanged()
-                return gradient_size(there.program)
+def _error(pairs: Sequence[tuple[int, int]]) -> float:
+    """The standard error of ``Σt / Σe`` over losses, as of a ratio estimator."""
+    (t, e), many = (sum(each) for each in zip(*pairs)), len(pairs)
+    if not e:
         return nan
-
-    return measure
+    residual = sum((x / e - t / e * (y / e)) ** 2 for x, y in pairs)  # exact until divided
+    return sqrt(residual * many / (many - 1))
 
 
 def gradient_size(program: Program) -> float:
@@ -327,26 +182,6 @@ def gradient_size(program: Program) -> float:
 
 def _size(x: Tensor) -> Tensor:
     return x.abs().sum(dtype=torch.float32) if x.itemsize < 4 else x.abs().sum()
-
-
-def cancellation_of(traced: TracedProgram) -> float:
-    """``Σ |weight| / Σ |gradient|`` over all paths and all leaves, of the sum of all losses."""
-    program = traced.program
-    ahead, alive, tails = Ahead({}, {}), leading_to_leaves(program), leaf_tails(program, set())
-
-    def measured(program: Program) -> list[PathMass]:
-        def run(rescaling: Rescaling) -> list[PathMass] | None:
-            backward = BackwardMass(program, rescaling, Entries({}, {}), alive, tails, ahead)
-            layout, tensors = SumLayout.of(backward.run(program.seed), rescaling)
-            return path_masses(layout.read(tensors))
-
-        return rescaled(Abs(), program, run)
-
-    with torch.no_grad(), memory.within(traced.backend, WHAT, REMEDY):
-        (found,) = finitely(program, measured)
-        size = gradient_size(program)
-    mass = in_units(sum(found.leaves.values()), found.power)
-    return as_float(mass / Fraction(size)) if 0 < size < inf else nan
 
 
 LIFTED_PART = 4

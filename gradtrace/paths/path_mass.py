@@ -488,7 +488,7 @@ class SumLayout(NamedTuple):
         if not all(map(isfinite, numbers)):
             raise NonFinite(
                 "the mass of paths is not finite: a derivative is NaN or infinite; "
-                "trace.flow() tells where"
+                "trace.norms() tells where"
             )
         shifts, wholes = [frexp(power)[1] - 1 for power in powers], iter(zip(numbers, parts))
         terms = [[_whole(*next(wholes), *each, shifts) for each in some] for some in several]

@@ -230,21 +230,18 @@ def _table(found: Table, modules: Mapping[str, int]) -> model.Influence:
 def _flow(source: Source, modules: Mapping[str, int]) -> model.Flow:
     """The gradient along depth."""
     traced = source.traced
-    found = flow.flow_of(traced.program, traced.names, traced.modules, size=source.size)
-    profile = found.profile
+    found = flow.norms_of(traced.program, traced.names, traced.modules, source.size)
+    profile = flow.profile_of(traced.program, source.size)
     fields = ("depth", "norm", "gain", "zeros", "own", "verdict")
     return model.Flow(
-        found.findings,
+        found.notes,
         np.array([level.depth for level in profile], dtype=np.int32),
         _floats(level.norm for level in profile),
         _floats(level.rms for level in profile),
         _floats(level.zeros for level in profile),
         tuple(level.operator for level in profile),
         tuple(level.module for level in profile),
-        tuple(
-            FlowRow(modules.get(row.module, 0), *(getattr(row, name) for name in fields))
-            for row in found.rows
-        ),
+        tuple(FlowRow(modules.get(row.name, 0), *(row[name] for name in fields)) for row in found),
     )
 
 

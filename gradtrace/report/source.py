@@ -31,7 +31,7 @@ class Source:
         self.leaves = list(traced.leaves.values())  # in the order of the model
         self.builder = traced.builder(0)
         self.shapes = self.builder.labels.shapes
-        self.size = measure(traced.program, traced.program.seed)
+        self.size = measure(traced.program)
         self.gradients: Mapping[str, Tensor] = traced.gradients
         if traced.pairs > 1:
             first = self.builder.follower.gradients

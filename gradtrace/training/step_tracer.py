@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from gradtrace.autodiff.hooks import SilencedHooks, silenced
 from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError, NonFinite, caution, listed, reason_of
+from gradtrace.flow import TOP
 from gradtrace.measures.conflicts import MOST_COLUMNS
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.side_effects import restored, same_draws
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.runs.history import Norms
-from gradtrace.runs.influence import of_counts
 from gradtrace.runs.step_results import StepResult, unscaled
 from gradtrace.traced import Trace
-from gradtrace.tracing.counting import counts_of
+from gradtrace.tracing.choices import Choices
 from gradtrace.training import tuning
 from gradtrace.training.overhead_budget import Budget
 from gradtrace.watch import watch
@@ -62,16 +62,17 @@ class StepTracer:
     ) -> tuple[Trace | None, StepResult]:
         """The trace of a loss and its result; errors are stored in the result.
 
-        ``terms`` are the loss terms to compare.
+        ``choices`` says whether forks are measured, ``terms`` are the loss terms to compare.
         """
         value, by = math.nan, 1.0
         try:
             with undisturbed(self.model) as silence:  # while a GPU is still at the forward pass
                 value, by = loss_value(loss), _scale(scale)
                 trace, found = self.measured(loss, watched)
+                divided = self._choices(trace) if choices else None
                 compared = None if terms is None else _compared(watched, terms, by)
             note = HOOKED if silence.hooked else ""
-            found = replace(found, loss=value, scale=by, note=note, terms=compared)
+            found = replace(found, loss=value, scale=by, note=note, choices=divided, terms=compared)
             return trace, unscaled(found)
         except NonFinite as error:
             return None, StepResult(value / by, by, note=reason_of(error))
@@ -88,13 +89,20 @@ class StepTracer:
                 "takes part in this loss; pass the loss of the model that Monitor was made with, "
                 "computed from its output without detach() and with parameters that require grad"
             )
-        measured = trace.begin_flow()
-        sample = self._sample(trace)
-        counts, _ = counts_of(trace, self.components, sample=sample, seed=self.seed)
-        table = of_counts(counts, self.rule)
-        flow = measured()
-        norms = {row.module: Norms(row.norm, row.own) for row in flow}
-        return trace, StepResult(0.0, 1.0, table, flow.verdict, norms)
+        table = trace.influence(self.components, sample=self._sample(trace), seed=self.seed)
+        table = replace(table, source=None)  # which may keep activations
+        found = trace.norms()
+        norms = {"" if row.name == TOP else row.name: Norms(row.norm, row.own) for row in found}
+        return trace, StepResult(0.0, 1.0, table, " ".join(found.notes), norms)
+
+    def _choices(self, trace: Trace) -> Choices | None:
+        """How paths divide; None where that is not known, or other components are asked for."""
+        if self.components is not None:
+            return None
+        try:
+            return trace.choices(sample=self._sample(trace), seed=self.seed)
+        except GradtraceError:  # there are too many forks
+            return None
 
     def _sample(self, trace: Trace) -> int | None:
         """How many elements are followed; None: all are counted, as they are few enough."""

@@ -486,7 +486,7 @@ def test_labels_and_arguments_have_tables() -> None:
 @ways
 def test_flow_is_that_of_the_trace(make: Callable[..., Trace]) -> None:
     trace = make()
-    found, flow = payload(trace), trace.flow()
+    found, flow = payload(trace), trace.norms()
     told = found["flow"]
     assert told["findings"] == list(flow.findings)
     for name in ("depth", "norm", "rms", "zeros", "operator", "module"):

@@ -1,4 +1,4 @@
-"""Gradient norms by module."""
+"""Gradient norms by module, with a verdict on each."""
 
 from __future__ import annotations
 
@@ -6,19 +6,42 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import hypot, isfinite
+from typing import NamedTuple
 
 from torch.nn import Parameter
 
 from gradtrace.autodiff.names import enclosing
-from gradtrace.flow.operator_graph import (
-    OperatorGraph,
-    PassedGradient,
-    rank,
-    zero_share,
-)
-from gradtrace.flow.result import ModuleFlow
+from gradtrace.flow.operator_graph import OperatorGraph, PassedGradient, rank, zero_share
 from gradtrace.flow.sizing import Size
 from gradtrace.flow.tuning import FAR_FACTOR, MOSTLY_DEAD_SHARE, SCORES_FACTOR
+
+TOP = "(top)"
+"""The name of the row of operators outside any module."""
+
+
+class ModuleNorms(NamedTuple):
+    """The gradient at one module, over its own operators, without those of its submodules.
+
+    ``norm`` is the largest norm at its output: of the cotangents that reach its operators from
+    outside the call. ``gain`` is the largest norm that its operators pass to other modules or
+    calls, or to an input, over ``norm`` (None: there are none below, or ``norm`` is 0). ``own`` is
+    the norm of all its parameters' gradients (None: it has none). ``depth`` is the least depth of
+    its operators, ``zeros`` the share of exact zeros at its output, ``verdict`` one of "", "dead",
+    "mostly dead", "vanishing", "exploding", "not finite".
+    """
+
+    module: str
+    depth: int
+    norm: float
+    gain: float | None
+    zeros: float
+    own: float | None
+    verdict: str = ""
+
+    @property
+    def name(self) -> str:
+        """The module's name; ``(top)`` outside any module."""
+        return self.module or TOP
 
 
 @dataclass
@@ -26,17 +49,11 @@ class Gathered:
     """The cotangents that reach and leave the operators of one module."""
 
     depth: int
-    calls: set[int] = field(default_factory=set)
-    reached: dict[int, dict[int, None]] = field(default_factory=dict)  # call: values, in order
+    reached: dict[int, None] = field(default_factory=dict)  # in order
     handed: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     dropped: float = 0.0  # the largest share of entries that an operator above set to 0
     dropper: str = ""  # this operator
-
-    @property
-    def values(self) -> list[int]:
-        """All cotangents that reach the module."""
-        return [value for call in self.reached.values() for value in call]
 
     @property
     def out(self) -> list[int]:
@@ -58,19 +75,14 @@ class Modules:
         graph, found = self.graph, dict[str, Gathered]()
         places = [block.place for block in graph.blocks]
         for number, depth in sorted(graph.depth.items(), key=lambda item: item[1]):
-            found.setdefault(places[number].module, Gathered(depth)).calls.add(places[number].call)
-
-        def reach(number: int, value: int) -> Gathered:
-            module, call = places[number]
-            found[module].reached.setdefault(call, {})[value] = None
-            return found[module]
-
+            found.setdefault(places[number].module, Gathered(depth))
         if places:
-            reach(0, graph.program.root)
+            found[places[0].module].reached[graph.program.root] = None
         for edge in graph.edges:
             enters = edge.taker is not None and places[edge.taker] != places[edge.giver]
             if edge.taker is not None and enters:
-                into = reach(edge.taker, edge.whole)
+                into = found[places[edge.taker].module]
+                into.reached[edge.whole] = None
                 if (share := self._dropped(edge)) > into.dropped:
                     into.dropped, into.dropper = share, graph.blocks[edge.giver].operator
             if enters or edge.leaf in self._inputs:
@@ -103,27 +115,17 @@ class Modules:
     # Rows ----------------------------------------------------------------------------------------
 
     @cached_property
-    def rows(self) -> tuple[ModuleFlow, ...]:
+    def rows(self) -> tuple[ModuleNorms, ...]:
         """One for each module."""
         return tuple(self._row(module, found) for module, found in self.gathered.items())
 
-    def _row(self, module: str, found: Gathered) -> ModuleFlow:
-        reached = self._sizes(found.values)
-        calls = [self._norm(found.reached[call]) for call in sorted(found.reached)]
+    def _row(self, module: str, found: Gathered) -> ModuleNorms:
+        reached, norm = self._sizes(found.reached), self._norm(found.reached)
         zeros = zero_share(sum(x.entries for x in reached), sum(x.nonzero for x in reached))
-        return ModuleFlow(
-            module,
-            self.classes.get(module, ""),
-            len(found.calls),
-            found.depth,
-            self._norm(found.values),
-            calls[0],
-            calls[-1],
-            self._norm(found.handed) if found.handed else None,
-            zeros,
-            hypot(*(x.norm for x in self._sizes(found.own))) if found.own else None,
-            self._verdict(module, found, zeros),
-        )
+        gain = self._norm(found.handed) / norm if found.handed and norm else None
+        own = hypot(*(x.norm for x in self._sizes(found.own))) if found.own else None
+        verdict = self._verdict(module, found, zeros)
+        return ModuleNorms(module, found.depth, norm, gain, zeros, own, verdict)
 
     def _sizes(self, values: Iterable[int]) -> list[Size]:
         return [self.graph.size[value] for value in values]
@@ -133,14 +135,15 @@ class Modules:
         return max(self._sizes(values), key=rank).norm
 
     def _verdict(self, module: str, found: Gathered, zeros: float) -> str:
-        if not isfinite(self._norm(found.values)):
+        if not isfinite(self._norm(found.reached)):
             return "not finite"
-        if self._all_zero(found.values) or self._all_zero(found.out):
-            return "vanishing" if any(map(self.graph.faint, found.values + found.out)) else "dead"
+        if self._all_zero(found.reached) or self._all_zero(found.out):
+            faint = any(map(self.graph.faint, (*found.reached, *found.out)))
+            return "vanishing" if faint else "dead"
         if min(found.dropped, zeros) >= MOSTLY_DEAD_SHARE:
             return "mostly dead"
         ratios = self._ratios(module, found)
-        choosing = self.graph.scores.issuperset(self.graph.takers[v] for v in found.values)
+        choosing = self.graph.scores.issuperset(self.graph.takers[v] for v in found.reached)
         if any(ratio < 1 / (SCORES_FACTOR if choosing else FAR_FACTOR) for ratio in ratios):
             return "vanishing"
         return "exploding" if any(ratio > FAR_FACTOR for ratio in ratios) else ""
@@ -156,7 +159,7 @@ class Modules:
         ratios = [change.ratio for change in graph.repeated if change.first.module == module]
         if graph.along and graph.along.first.norm:
             start = graph.body[0].depth
-            some = (v for v in found.values if graph.size[v].entries)
+            some = (v for v in found.reached if graph.size[v].entries)
             body = [v for v in some if graph.depth[graph.takers[v]] >= start]
             ratios += [self._norm(body) / graph.along.first.norm] if body else []
         return ratios
