@@ -135,7 +135,45 @@ INFLUENCE = each_of(
     _sums,
 )
 
-# Forks ----------------------------------------------------------------------------------
+# Decompositions ----------------------------------------------------------------------------------
+
+_square = finite(0)
+
+
+def _ordered(pairs: int, found: Sequence[Sequence[int]]) -> None:
+    """Check that Σt, Σe, Σt², Σte, Σe² are possible sums over ``pairs`` with ``e >= 0``."""
+    t, e, tt, te, ee = (Fraction(*each) for each in found)
+    more = 1 + ROUNDING
+    squares = all(one * one <= pairs * whole * more for one, whole in ((t, tt), (e, ee)))
+    if e < 0 or ee > e * e * more or not squares or te * te > tt * ee * more:
+        unfit(f"are no sums over {pairs:,} losses")
+
+
+def _signed_sums(table: Mapping[str, Any]) -> None:
+    sums = partial(_ordered, table["pairs"])
+    including(rows=array(including(whole=sums, contested=sums)))(table)
+
+
+DECOMPOSITION = each_of(
+    including(
+        rows=array(
+            including(
+                name=text(),
+                own=COUNT,
+                leaves=NOTES,
+                whole=MOMENTS,
+                contested=MOMENTS,
+                through=_square,
+            )
+        ),
+        parts=array(sequence(text(), text(), boolean(), boolean(), finite(), _square, _square)),
+        products=array(sequence(text(), text(), finite(), _square, _square, boolean(), boolean())),
+        pairs=integer(),
+        notes=NOTES,
+        interrupted=boolean(),
+    ),
+    _signed_sums,
+)
 
 CHOICES = each_of(
     including(
@@ -159,6 +197,31 @@ CHOICES = each_of(
 
 # Traces ------------------------------------------------------------------------------------------
 
+_norm = number(0)
+_share = number(0, 1)
+LEVEL = record(
+    depth=integer(),
+    norm=_norm,
+    operator=text(),
+    module=text(),
+    entries=integer(),
+    largest=_norm,
+    zeros=_share,
+)
+MODULE = record(
+    module=text(),
+    kind=text(),
+    calls=integer(),
+    depth=integer(),
+    norm=_norm,
+    first=_norm,
+    last=_norm,
+    handed=maybe(_norm),
+    zeros=_share,
+    own=maybe(_norm),
+    verdict=text(),
+)
+FLOW = including(profile=array(LEVEL), rows=array(MODULE), findings=NOTES)
 SHAPE = array(integer(), tuning.MAX_DIMENSIONS)
 STEP = including(operator=text(), module=text(), call=integer(), shape=SHAPE, leaf=text())
 
@@ -173,15 +236,13 @@ def _named(meta: Mapping[str, Any]) -> None:
 
 TRACE = each_of(
     including(
-        {"choices": CHOICES},
         rule=RULE,
-        granularity=GRANULARITY,
         pairs=integer(1),
         modules=mapping(text()),
         aliases=mapping(text()),
         leaves=array(text()),
         notes=NOTES,
-        tables=mapping(INFLUENCE, 1000),
+        tables=mapping(including(title=text()), 1000),
         norms=anything(),
         kinds=array(STEP),
     ),
@@ -323,7 +384,7 @@ def _journal(kind: str, table: Schema) -> Schema:
 
 JOURNALS = {
     "influence": _journal("influence", INFLUENCE),
-    "decomposition": _journal("decomposition", anything()),
+    "decomposition": _journal("decomposition", DECOMPOSITION),
 }
 
 
@@ -441,73 +502,3 @@ LINES: dict[str, Schema] = {
     ),
     "end": including({"error": text(), "share": number(0)}, step=integer(0, tuning.MAX_STEPS)),
 }
-
-# Rows of an experiment ---------------------------------------------------------------------------
-
-MACHINE = including(processor=text(), cores=integer(), system=text())
-ROWS = {
-    "header": including(
-        {"code": text(), "machine": MACHINE, "versions": mapping(text()), "files": mapping(text())},
-        schema=integer(),
-        experiment=text(),
-        form=text(),
-        settings=_settings,
-    ),
-    "row": including(cell=mapping(anything()), result=mapping(anything()), seconds=finite(0)),
-    "published": including(
-        schema=integer(),
-        experiment=text(),
-        name=text(),
-        command=text(),
-        form=text(),
-        settings=_settings,
-        seeds=integer(),
-        cells=integer(0, tuning.MAX_CELLS),
-        seconds=finite(0),
-        machines=array(MACHINE),
-        versions=array(mapping(text())),
-        date=text(),
-    ),
-}
-
-
-def _cell(value: Any) -> None:
-    if value is not None and type(value) is not bool:
-        (text() if type(value) is str else number())(value)
-
-
-def _grid(table: Mapping[str, Any]) -> None:
-    if any(len(row) != len(table["columns"]) for row in table["rows"]):
-        unfit("has a row of another length than its columns")
-
-
-RESULTS = including(
-    {
-        "name": maybe(text()),
-        "command": maybe(text()),
-        "headline": text(),
-        "figure": text(),
-        "table": text(),
-    },
-    schema=integer(),
-    experiment=text(),
-    form=text(),
-    about=including(question=text(), expectation=text(), method=text(), seeds=text()),
-    settings=_settings,
-    seeds=integer(),
-    cells=integer(),
-    seconds=finite(0),
-    machines=array(MACHINE),
-    versions=array(mapping(text())),
-    date=text(),
-    sentence=text(),
-    tables=array(
-        each_of(
-            including(title=text(), columns=array(text()), rows=array(array(_cell)), note=text()),
-            _grid,
-        )
-    ),
-    plots=array(including(name=text(), title=text())),
-    drawings=mapping(text(100_000_000)),
-)
-"""The fields of ``results.json`` that pages are made from."""
