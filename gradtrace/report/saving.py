@@ -23,7 +23,7 @@ from gradtrace.report.attribution import Graph
 from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
-from gradtrace.runs import history
+from gradtrace.training import history
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.traced_program import TracedProgram
@@ -168,7 +168,7 @@ def write(
     """
     graph = of_attribution(attribution)
     run = None if training is None else history.read(training)
-    run_parts = (None, None) if run is None else (of_training(run), of_timing(run))
+    run_parts = (None, None) if run is None else (of_training(run[0]), of_timing(run[1]))
     given = [trace for trace in traces if trace is not None]
     for trace in given:
         if not hasattr(trace, "_view"):
