@@ -83,7 +83,7 @@ def _both(asks: Callable[[], bool], *args: Any) -> Any:
     with torch.random.fork_rng(devices=()):
         composed = lstm(*args)
     pairs = zip(_VF.vf.lstm(*args), composed)
-    return tuple(_Both.apply(asks, *pair) for pair in pairs)  # type: ignore[no-untyped-call]
+    return tuple(_Both.apply(asks, *pair) for pair in pairs)
 
 
 class _Both(torch.autograd.Function):

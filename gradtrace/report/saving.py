@@ -23,10 +23,10 @@ from gradtrace.report.attribution import Graph
 from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
-from gradtrace.training import history
 from gradtrace.tracing.choices import Choices
 from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.training import history
 from gradtrace.types import ravel, unravel
 
 KIND = "trace"

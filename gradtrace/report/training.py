@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from gradtrace.report.model import Floats, Timing, Training
+from gradtrace.report.model import Floats, Ints, Timing, Training
 from gradtrace.report.page import report, write
 from gradtrace.report.tuning import MAX_SHARES, MAX_TIMES
 from gradtrace.table import Table
@@ -22,7 +22,8 @@ def training(history: Table) -> Training | None:
     places = _places(len(history), max(1, MAX_SHARES // max(1, len(names))))
 
     def values(name: str) -> Floats:
-        return np.array(history.column(name), dtype=np.float64)[places]
+        found: Floats = np.array(history.column(name), dtype=np.float64)[places]
+        return found
 
     notes = dict.fromkeys((*history.notes, *filter(None, history.column("note"))))
     return Training(
@@ -55,9 +56,9 @@ def timing(times: Table) -> Timing | None:
     )
 
 
-def _places(count: int, most: int) -> Floats:
+def _places(count: int, most: int) -> Ints:
     """At most so many places, evenly spaced, with the first and the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))  # type: ignore[no-any-return]
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int32))
 
 
 def write_run(path: str | os.PathLike[str], history: Table, times: Table, name: str = "") -> None:

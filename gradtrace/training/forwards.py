@@ -24,8 +24,9 @@ class Forwards:
 
     def __init__(self, model: nn.Module, keeps: bool) -> None:
         self.model, self.keeps = model, keeps
-        self.explicit = getattr(model, "_compiled_call_impl", None) is not None
-        self.explicit |= type(model).__name__ == "OptimizedModule"
+        self._early = getattr(model, "_compiled_call_impl", None) is not None
+        self._early |= type(model).__name__ == "OptimizedModule"
+        self.explicit = self._early
         self.began: State | None = None  # what the pass began with
         self.seconds = 0.0  # that opening and closing took
         self._watch: Any = None
@@ -51,7 +52,7 @@ class Forwards:
             ]
         elif not listens:
             self.close()
-        if wanted and self.explicit:
+        if wanted and self._early:
             self.open()
 
     def enter(self) -> None:
@@ -71,6 +72,14 @@ class Forwards:
         self._calls -= 1
         if not self._calls and not self.explicit:
             self._close()
+
+    def begin(self) -> None:
+        """A pass begins here, and not where the model is called."""
+        self.explicit, self._early = True, False
+        if self.keeps and self.began is None:
+            self.began = beginning(self.model)
+        if self._wanted:
+            self.open()
 
     def open(self) -> None:
         """Watch from now on."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradtrace.errors import listed
 from gradtrace.kernels.sync import AsyncCopy
 
 RECENT, WARM_UP = 100, 20
@@ -55,12 +56,12 @@ class Gradients:
                 self._bad(one, f"the loss is {value}", "", "")
         if not loss.requires_grad:
             return
-        queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def begins(_: Tensor) -> None:  # queued twice: DDP has its own callback, queued meanwhile
             queue(lambda: queue(lambda: self._ended(one)))
 
-        loss.register_hook(begins)
+        loss.register_hook(begins)  # type: ignore[no-untyped-call]
 
     def _ended(self, one: Pass) -> None:
         self.read()
@@ -115,15 +116,12 @@ class Gradients:
         why = ""
         if not isfinite(loss):
             why = f"the loss is {loss}"
-        elif not isfinite(total):
+        elif not isfinite(total) and not one.scaled:
             bad = [name for (name, _), norm in zip(self._named, norms) if not isfinite(norm)]
-            why = (
-                ""
-                if one.scaled
-                else f"the loss is {loss:.4g} and the gradient of {bad[0]} {_verb(bad)} not finite"
-            )
+            why = f"the loss is {loss:.4g} and the gradient of {listed(bad, 2)} is not finite"
         elif total > self.spike * usual > 0:
-            why = f"the gradient has norm {total:.4g}, {total / usual:,.0f} times the usual {usual:.3g}"
+            times = f"{total / usual:,.0f} times the usual {usual:.3g}"
+            why = f"the gradient has norm {total:.4g}, {times}"
         lasting, self._lasting = self._lasting, bool(why)
         if why and not lasting:
             self._bad(one, why, *self._words(norms, recent))
@@ -131,7 +129,7 @@ class Gradients:
             recent.append(norms)
 
     def _words(self, norms: list[float], recent: Sequence[list[float]]) -> tuple[str, str]:
-        """The norms by module, now and usually, those that grew most first; and the first of them."""
+        """The norms by module, now and usually, what grew most first; and the first module."""
         modules = dict[str, list[int]]()
         for place, (name, _) in enumerate(self._named):
             modules.setdefault(name.rpartition(".")[0], []).append(place)
@@ -152,7 +150,3 @@ def _values(grad: Tensor | None) -> Tensor:
 
 def _norm(norms: Sequence[float]) -> float:
     return sqrt(sum(each * each for each in norms)) if all(map(isfinite, norms)) else nan
-
-
-def _verb(names: Sequence[str]) -> str:
-    return "is" if len(names) == 1 else f"and {len(names) - 1:,} more are"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -58,8 +58,8 @@ class Incident:
     batch: Any
     left_out: tuple[str, ...]
     state: Mapping[str, Tensor]
-    began: Mapping[str, Any]
-    findings: Sequence[Mapping[str, str]] = field(default=())
+    began: State
+    findings: Sequence[Mapping[str, Any]] = ()
 
     def __str__(self) -> str:
         lost = [f"Left out of the batch: {', '.join(self.left_out)}."] if self.left_out else []
@@ -174,7 +174,7 @@ def _parameters_kept(model: nn.Module) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
-# What a file can hold ------------------------------------------------------------------------------
+# What a file can hold -----------------------------------------------------------------------------
 
 
 def storable(value: Any, name: str = "batch") -> tuple[Any, list[str]]:
@@ -185,17 +185,20 @@ def storable(value: Any, name: str = "batch") -> tuple[Any, list[str]]:
     """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True), []
-    if value is None or isinstance(value, (bool, int, float, str)):
-        kind = next(each for each in (bool, int, float, str, type(None)) if isinstance(value, each))
-        return value if value is None else kind(value), []
+    for plain in (bool, int, float, str):  # of a subclass, the plain value
+        if isinstance(value, plain):
+            return plain(value), []
+    if value is None:
+        return None, []
     if isinstance(value, Mapping):
-        parts = {key: storable(each, str(key)) for key, each in value.items()}
-        kept = {key: part for key, (part, lost) in parts.items() if part is not None or not lost}
-        return kept, list(chain.from_iterable(lost for _, lost in parts.values()))
+        items = {key: storable(each, str(key)) for key, each in value.items()}
+        held = {key: part for key, (part, lost) in items.items() if part is not None or not lost}
+        return held, list(chain.from_iterable(lost for _, lost in items.values()))
     if isinstance(value, (list, tuple)):
         found = [storable(each, f"{name}[{n}]") for n, each in enumerate(value)]
-        kind = tuple if isinstance(value, tuple) else list
-        return kind(part for part, _ in found), list(chain.from_iterable(x for _, x in found))
+        parts = [part for part, _ in found]
+        kept = tuple(parts) if isinstance(value, tuple) else parts
+        return kept, list(chain.from_iterable(lost for _, lost in found))
     return None, [f"{name} ({type(value).__name__})"]
 
 

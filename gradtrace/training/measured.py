@@ -54,7 +54,7 @@ def _sample(trace: Any, asked: Asked) -> Any:
 def _shares(trace: Any, asked: Asked) -> dict[str, float]:
     by = None if asked.by == "modules" else asked.by
     table = trace.influence(by, sample=_sample(trace, asked), seed=asked.seed)
-    found = {}
+    found = dict[str, float]()
     for row in table:
         found |= {f"share {row.name}": row.count.share, f"weighted {row.name}": row.gradient.share}
         if isfinite(error := table.errors.get(row.name, nan) if table.measured else nan):

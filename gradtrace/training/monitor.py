@@ -14,7 +14,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -183,14 +182,13 @@ class Monitor:
         Args:
             step: Number of the step; by default one more than the last.
         """
+        self._number(step)
+        self._forwards.begin()
+
+    def _number(self, step: int | None) -> None:
         if step is not None and step != self._at:
             self._at, self._micro = step, 0
             self._decide()
-        if self._forwards.keeps and self._forwards.began is None:
-            self._forwards.began = beginning(self.model)
-        if self._forwards.wanted:
-            self._forwards.explicit = True
-            self._forwards.open()
 
     def step(
         self,
