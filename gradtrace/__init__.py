@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gradtrace.semirings import SUM
     from gradtrace.tools.ablation import ablate
     from gradtrace.tools.gradcheck import check
-    from gradtrace.training.incident import load_incident
     from gradtrace.training.monitor import Monitor
     from gradtrace.watch import watch
 
@@ -39,7 +38,6 @@ __all__ = [  # noqa: RUF022  # plainly sorted
     "influence",
     "label",
     "load",
-    "load_incident",
     "program",
     "semirings",
     "testing",
@@ -59,7 +57,6 @@ _HOMES = {
     "influence": "distributed.dataset_influence",
     "label": "autodiff.labels",
     "load": "report.saving",
-    "load_incident": "training.incident",
     "program": "api",
     "trace": "api",
     "watch": "watch",

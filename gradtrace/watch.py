@@ -27,7 +27,7 @@ from gradtrace.autodiff.names import (
     ThreadCall,
 )
 from gradtrace.autodiff.nodes import annotate, maker_of, next_sequence
-from gradtrace.autodiff.pass_scope import backward_runs
+from gradtrace.autodiff.pass_scope import backward_runs, pass_runs
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.autodiff.sharded_hooks import QUIET
 from gradtrace.diagnosis import (
@@ -255,8 +255,8 @@ class watch(Session, Listener):
         self._repeated |= not here.stack and place.call > 0
         here.stack.append(noted)
         notes.enter(next_sequence(), noted.place)
-        if self.composed and isinstance(module, nn.LSTM):
-            noted.compose()
+        if isinstance(module, nn.LSTM):
+            noted.compose(beside=not self.composed)
         return noted
 
     def _innermost(self) -> str | None:
@@ -422,9 +422,9 @@ class Noted:
         self.place = place
         self._composed: contextlib.AbstractContextManager[None] | None = None
 
-    def compose(self) -> None:
-        """Run the LSTM of this call operator by operator instead of fused."""
-        self._composed = composed_lstm.composed()
+    def compose(self, beside: bool) -> None:
+        """Run the LSTM of this call operator by operator instead of fused, or beside it."""
+        self._composed = composed_lstm.beside(pass_runs) if beside else composed_lstm.composed()
         self._composed.__enter__()
 
     def fuse_again(self) -> None:

@@ -15,7 +15,6 @@ from gradtrace.cli.trace import watched_loss
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-SUFFIX = ".gradtrace"
 
 What = Annotated[
     str,
@@ -40,24 +39,13 @@ def diagnose(target: What, args: Arguments = None, as_json: Json = False) -> Non
     """Find parameters without a gradient, NaN and their causes, with the lines of the script, or
     show what a Monitor's trigger found; exit code 1 if something is found.
     """
-    if target.endswith(SUFFIX):
-        text, found, healthy = stored(target)
-    else:
-        text, found, healthy = diagnosed(target, args)
+    text, found, healthy = diagnosed(target, args)
     if as_json:
         write_json(found)
     else:
         for line in text.split("\n"):
             write(line)
     raise Exit(0 if healthy else FAILED)
-
-
-def stored(path: str) -> tuple[str, dict[str, Any], bool]:
-    """The diagnosis in a file: as text, as JSON, and whether it is healthy."""
-    from gradtrace.training.incident import load_incident
-
-    found = load_incident(path)
-    return str(found), found.to_dict(), found.diagnosis.get("healthy") is True
 
 
 def diagnosed(target: str, args: list[str] | None) -> tuple[str, dict[str, Any], bool]:

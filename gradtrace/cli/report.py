@@ -99,23 +99,18 @@ def _check(files: Sequence[Path], page: Path, names: Sequence[str]) -> None:
 
 def write_page(files: Sequence[Path], page: Path, names: Sequence[str]) -> tuple[str, bool | None]:
     """Write the page: a summary of it, and whether training goes on (None for traces)."""
-    from gradtrace.io import container
     from gradtrace.io.atomic_files import make_folder
     from gradtrace.report.saving import load
-    from gradtrace.training.run_report import KIND, report_run
+    from gradtrace.report.training import write_run
+    from gradtrace.training import history
 
     make_folder(page.parent)
     if files[0].suffix == RUN:
-        run = report_run(files[0], page, names[0] if names else None)
-        state = "goes on, or was stopped" if run.running else "has ended"
-        summary = f"{len(run):,} traced steps, up to step {run.last or 0:,}; training {state}"
-        return summary, run.running
-    for each in files:
-        if container.kind_of(each) == KIND:
-            raise GradtraceError(
-                f"{each} is the view of a training run, for the page of its .jsonl file: give "
-                f"{each.with_suffix(RUN)}"
-            )
+        run, times = history.read(files[0])
+        write_run(page, run, times, names[0] if names else "")
+        running = bool(run.about["running"])
+        state = "goes on, or was stopped" if running else "has ended"
+        return f"{len(run):,} traced steps; training {state}", running
     traces = [load(each) for each in files]
     titles = [*names, *(each.stem for each in files[len(names) :])]
     traces[0].report(page, compare=traces[1] if len(traces) > 1 else None, name=titles)
@@ -153,11 +148,8 @@ def _begun(path: Path) -> bool:
 
 def _state(files: Sequence[Path]) -> list[tuple[int, ...]]:
     """Modification time, size and inode of the files that there are, to detect changes."""
-    from gradtrace.training.run_report import beside
-
-    also = [beside(each) for each in files if each.suffix == RUN]
     found: list[tuple[int, ...]] = []
-    for each in (*files, *also):
+    for each in files:
         with suppress(OSError):
             stat = each.stat()
             found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))

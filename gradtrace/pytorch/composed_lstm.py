@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +26,7 @@ _VF: Any = torch._VF  # nn.LSTM calls _VF.lstm
 
 class _ThreadState(threading.local):
     depth = 0  # contexts of this thread
+    asks: Callable[[], bool] | None = None  # of ``beside``
 
 
 _THREAD = _ThreadState()
@@ -40,6 +41,19 @@ def composed() -> Change:
             yield
     finally:
         _THREAD.depth -= 1
+
+
+@contextlib.contextmanager
+def beside(asks: Callable[[], bool]) -> Change:
+    """Within, ``nn.LSTM`` is computed fused, and operator by operator beside it: training goes on
+    with the bits of the fused form. A backward pass while ``asks()`` takes the graph of the other.
+    """
+    before, _THREAD.asks = _THREAD.asks, asks
+    try:
+        with composed():
+            yield
+    finally:
+        _THREAD.asks = before
 
 
 def _patched() -> Change:
@@ -57,8 +71,32 @@ _PATCH = Switch(_patched)
 def _lstm(*args: Any, **kwargs: Any) -> Any:
     """Replaces ``torch._VF.lstm``."""
     if _THREAD.depth and not kwargs and len(args) == 9 and _fused(*args[:3]):
-        return lstm(*args)
+        return lstm(*args) if _THREAD.asks is None else _both(_THREAD.asks, *args)
     return _VF.vf.lstm(*args, **kwargs)
+
+
+def _both(asks: Callable[[], bool], *args: Any) -> Any:
+    """The fused outputs, with the graphs of both forms."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks  # as a checkpoint has
+    if not torch.is_grad_enabled() or hooks(True) is not None:
+        return _VF.vf.lstm(*args)
+    with torch.random.fork_rng(devices=()):
+        composed = lstm(*args)
+    pairs = zip(_VF.vf.lstm(*args), composed)
+    return tuple(_Both.apply(asks, *pair) for pair in pairs)
+
+
+class _Both(torch.autograd.Function):
+    """A value with two graphs, of which a backward pass takes one."""
+
+    @staticmethod
+    def forward(ctx: Any, asks: Callable[[], bool], fused: Tensor, composed: Tensor) -> Tensor:
+        ctx.asks = asks
+        return fused.view_as(fused)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return (None, None, grad) if ctx.asks() else (None, grad, None)
 
 
 FUSED = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, overload
@@ -14,19 +13,16 @@ from torch import Tensor
 
 from gradtrace import report as reports
 from gradtrace.autodiff.names import Gradients, unknown
-from gradtrace.errors import GradtraceError, TooLarge, UnknownName
+from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.io import container, schemas
-from gradtrace.measures.choosing import all_choices
 from gradtrace.paths.paths import Path, Paths, PathStep
 from gradtrace.report.attribution import Graph
 from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.training import timing as of_timing
 from gradtrace.report.training import training as of_training
-from gradtrace.runs import history
 from gradtrace.table import Table
-from gradtrace.tracing.choices import Choices
-from gradtrace.tracing.influence import Influence, checked_weight
 from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.training import history
 from gradtrace.types import ravel, unravel
 
 KIND = "trace"
@@ -42,50 +38,24 @@ class Viewed(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """A trace as it was saved: gradients, influence, norms, and paths of a sample of elements."""
+    """A trace as it was saved: gradients, influence, flow, and paths of a sample of elements."""
 
     gradients: Gradients = field(repr=False)
     rule: str
-    granularity: str
     pairs: int
     modules: Mapping[str, str] = field(repr=False)
     notes: tuple[str, ...] = field(repr=False)
-    _tables: Mapping[str, Influence] = field(repr=False)
+    _tables: Mapping[str, Table] = field(repr=False)
     _norms: Table = field(repr=False)
     _paths: Paths = field(repr=False)
     _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
-    _choices: Choices | None = field(default=None, repr=False)  # None: in older files
 
-    def influence(self, components: str | None = None, weight: str = "count") -> Influence:
-        """A saved table: that of modules, or of another kind that was requested before saving.
-
-        Args:
-            components: None (modules) or the kind: ``"classes"``, ``"operators"``, ...
-            weight: ``"count"`` or ``"gradient"``.
-
-        Returns:
-            The table; an error says which are in the file.
-        """
-        kind = components or ""
-        if not isinstance(kind, str) or kind not in self._tables:
-            have = ", ".join(repr(name) if name else "the default" for name in self._tables)
-            raise UnknownName(
-                f"the file has no influence of components={components!r}, only of {have}; others "
-                "need the model: trace again and ask before saving"
-            )
-        return self._tables[kind].by(checked_weight(weight))
-
-    def choices(self) -> Choices:
-        """How paths divide at each fork."""
-        if self._choices is None:
-            raise UnknownName(
-                "the file does not say how paths divide, as it was saved by an older gradtrace; "
-                "influence('arguments').choices() may, if that was saved"
-            )
-        return self._choices
+    def influence(self) -> Table:
+        """The saved table, of modules."""
+        return self._tables[""]
 
     def norms(self) -> Table:
-        """Gradient norms by module."""
+        """Gradient magnitude along depth."""
         return self._norms
 
     def paths(self, name: str | None = None) -> Paths:
@@ -168,7 +138,7 @@ def write(
     """
     graph = of_attribution(attribution)
     run = None if training is None else history.read(training)
-    run_parts = (None, None) if run is None else (of_training(run), of_timing(run))
+    run_parts = (None, None) if run is None else (of_training(run[0]), of_timing(run[1]))
     given = [trace for trace in traces if trace is not None]
     for trace in given:
         if not hasattr(trace, "_view"):
@@ -184,18 +154,14 @@ def save(
     path: str | os.PathLike[str],
     trace: TracedProgram,
     view: reports.View,
-    tables: Mapping[str, Influence],
+    tables: Mapping[str, Table],
     norms: Table,
     paths: Sequence[Path],
 ) -> None:
     """Write a trace, and what was measured of it, to a file."""
     kinds, arrays = _packed(paths)
-    divided: dict[str, Any] = {}
-    with suppress(TooLarge):
-        divided["choices"] = all_choices(trace).to_dict()
     meta = {
         "rule": trace.rule,
-        "granularity": trace.granularity,
         "pairs": trace.pairs,
         "modules": dict(trace.modules),
         "aliases": dict(trace.gradients.aliases),
@@ -204,7 +170,6 @@ def save(
         "tables": {kind: table.to_dict() for kind, table in tables.items()},
         "norms": norms.to_dict(),
         "kinds": kinds,
-        **divided,
     }
     grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}
     container.write(path, KIND, meta, {**grads, **arrays, VIEW: reports.saved(view)})
@@ -220,7 +185,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         path: A ``.gradtrace`` file.
 
     Returns:
-        The trace as saved: tables, norms, choices, and the paths of a sample; its ``report`` writes
+        The trace as saved: tables, flow, and the paths of a sample; its ``report`` writes
         the page.
     """
     with container.about(path):
@@ -231,15 +196,13 @@ def load(path: str | os.PathLike[str]) -> Saved:
     return Saved(
         Gradients(grads, meta["aliases"]),
         meta["rule"],
-        meta["granularity"],
         meta["pairs"],
         meta["modules"],
         tuple(meta["notes"]),
-        {kind: Influence.from_dict(table) for kind, table in meta["tables"].items()},
+        {kind: Table.from_dict(table) for kind, table in meta["tables"].items()},
         Table.from_dict(meta["norms"]),
         Paths(Packed(meta["kinds"], tensors), f"Paths ({meta['rule']})"),
         seen,
-        Choices.from_dict(meta["choices"]) if "choices" in meta else None,
     )
 
 

@@ -1,261 +1,243 @@
-"""A training step that went wrong, with all that is needed to run it again, in one file."""
+"""An incident: a training step that went wrong, with all that is needed to look at it again."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import isclose, nan
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from gradtrace.errors import GradtraceError, printable
-from gradtrace.io import container, schemas
-from gradtrace.io.strict_json import json_value
-from gradtrace.io.validation import unfit
-from gradtrace.pytorch.random_state import RandomState
-from gradtrace.training.forward_keeper import Call
-from gradtrace.training.nested_files import decoded, encoded, missing_in, storable
-from gradtrace.training.rerun import Beginning, LossOf, Rerun, called_again, same_number
-from gradtrace.training.tuning import INCIDENT_BYTES
+import gradtrace as gt
+from gradtrace.diagnosis.result import Diagnosis, Finding
+from gradtrace.errors import BadFile, GradtraceError, did_you_mean, printable
+from gradtrace.files import naming, replacing
+from gradtrace.training.state import State, set_state, state_of, undisturbed
 
-KIND = "incident"
-RANDOM, STATE, DATA = "random:", "state:", "data:"
-"""Beginnings of the names of tensors in the file."""
+LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
+"""Computes the loss of a batch: ``loss_fn(model, batch)``."""
 
-DTYPES = {str(each).removeprefix("torch."): each for each in (torch.bfloat16, torch.float16)}
+WRAPPED = {"DistributedDataParallel": "module", "DataParallel": "module"}
+WRAPPED["OptimizedModule"] = "_orig_mod"
+FINDING = ("kind", "severity", "title", "module", "evidence", "advice")
+ADVICE = "look at the batch first: a spike by values far from the others is no fault of the model"
+SHOWN = 4
+"""How many tensors of a batch are described."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module, whose names a state_dict has."""
+    while (name := WRAPPED.get(type(model).__name__)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def beginning(model: nn.Module) -> State:
+    """What a forward pass begins with: buffers, modes, random states and autocast."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocast = {kind: str(torch.get_autocast_dtype(kind)).partition(".")[2] for kind in kinds}
+    return {**state_of(unwrapped(model)), "autocast": autocast}
 
 
 @dataclass(eq=False)
 class Incident:
-    """A step of training at which a trigger of ``gradtrace.Monitor`` fired.
+    """A step at which a ``Monitor`` saw a loss or a gradient that was not finite, or a spike.
 
-    ``print`` it to read what was found. ``step`` and ``micro`` (the backward pass of the step),
-    ``rank``, ``trigger`` ("spike" or "nonfinite"), ``of`` ("loss" or "gradient"), ``evidence`` and
-    ``loss`` say what was seen; ``words`` and ``diagnosis`` (as ``Diagnosis.to_dict``) what the
-    rerun found; ``same`` whether it gave the loss of training bit for bit. ``batch`` is what was
-    given to ``monitor.step(..., batch=)``, ``calls`` are the arguments of the model's calls.
+    ``print`` it to read it. ``why`` is what was seen, ``words`` what was known of it then;
+    ``batch`` is what ``monitor.step(loss, batch=)`` was given, ``left_out`` what of it no file can
+    hold; ``state`` has parameters and buffers as they were before the forward pass.
     """
 
     step: int
-    micro: int
-    rank: int
-    trigger: str
-    of: str
-    evidence: str
-    loss: float
-    scale: float
-    beginning: Beginning
-    calls: Sequence[Call] = ()
-    has_batch: bool = False
-    batch: Any = ()
-    seeds: Sequence[Tensor | None] | None = None  # d loss / d output, by output of the calls
-    expected: float = nan  # what a rerun by calls alone gives
-    words: str = ""
-    diagnosis: Mapping[str, Any] = field(default_factory=dict)
-    same: bool = False
-    notes: tuple[str, ...] = ()
-    _tree: Any = None  # batch, calls and seeds as in the file
-    _tensors: list[Tensor] = field(default_factory=list)
+    why: str
+    words: str
+    batch: Any
+    left_out: tuple[str, ...]
+    state: Mapping[str, Tensor]
+    began: State
+    findings: Sequence[Mapping[str, Any]] = ()
 
     def __str__(self) -> str:
-        again = "the same loss" if self.same else "not the loss of training"
-        ran = f"Run again, the step gave {again}." if self.words else "It was not run again."
-        where = f" (process {self.rank})" if self.rank else ""
-        head = f"Step {self.step:,}{where}: {self.evidence}. {ran}"
-        lines = [head, *self.notes, "", *self.words.split("\n")]
+        lost = [f"Left out of the batch: {', '.join(self.left_out)}."] if self.left_out else []
+        lines = [f"Step {self.step:,}: {self.why}", *self.words.split("\n"), *lost]
         return "\n".join(map(printable, lines)).rstrip()
 
-    def to_dict(self) -> dict[str, Any]:
-        """What was seen and found, as JSON values; without batch and weights."""
-        seen = {name: getattr(self, name) for name in SEEN}
-        return json_value({**seen, "notes": self.notes, "diagnosis": self.diagnosis})  # type: ignore[no-any-return]
-
-    # Running it again ----------------------------------------------------------------------------
-
     def load_into(self, model: nn.Module) -> None:
-        """Set parameters, buffers and modes of a model, and all random number generators, to what
-        they were at the beginning of the step.
+        """Set parameters, buffers, modes and all random generators to what they were before the
+        step.
 
         Args:
-            model: Model of the same structure; it is changed.
+            model: A model of the same structure; it is changed.
         """
-        self.beginning.load(model)
+        model = unwrapped(model)
+        there = model.state_dict()
+        for name, tensor in self.state.items():
+            if name not in there:
+                raise GradtraceError(f"the model has no {name!r}{did_you_mean(name, there)}")
+            if there[name].shape != tensor.shape:
+                sizes = tuple(tensor.shape), tuple(there[name].shape)
+                raise GradtraceError(f"{name!r} had shape {sizes[0]} and has {sizes[1]} here")
+        model.load_state_dict(self.state, strict=False)
+        set_state(model, self.began)
 
-    def rerun(
-        self, model: nn.Module, loss_of: LossOf | None = None, *, composed: bool | None = None
-    ) -> Rerun:
-        """Run the step again with this model, and diagnose it.
-
-        The model gets the weights of the step for the time of the rerun; nothing is left changed. A
-        file without weights is run with those that the model has.
+    def diagnose(self, model: nn.Module, loss_fn: LossFn) -> Diagnosis:
+        """Run the forward pass of the step again, and say what is wrong with it.
 
         Args:
-            model: Model of the same structure.
-            loss_of: Computes the loss from the batch, as ``rerun=`` of ``monitor.step`` did;
-                without it the model is called with the arguments of training.
-            composed: As for ``gradtrace.watch``; None is False where all parameters are on the CPU.
+            model: A model of the same structure; it is left as it was.
+            loss_fn: ``loss_fn(model, batch)`` computes the loss, as in training.
 
         Returns:
-            Its loss, its diagnosis, and whether the loss has the same bits as in training.
+            The findings; of a spike, what the Monitor saw comes first.
         """
-        batch, calls, seeds = self._data(model)
-        given = batch if loss_of is not None and self.has_batch else calls
-        for absent in missing_in(given)[:1]:
-            raise GradtraceError(
-                f"the batch has a {absent.what}, which files cannot hold: put it into "
-                "incident.batch and run it again, or pass batch= of tensors, numbers and text"
-            )
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        with undisturbed(model), _parameters_kept(model), ExitStack() as stack:
+            self.load_into(model)
+            for kind, dtype in self.began["autocast"].items():
+                stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
+            stack.enter_context(torch.enable_grad())
+            with gt.watch(model, diagnose=True, composed=device.type != "cpu") as watch:
+                loss = loss_fn(model, _moved(self.batch, device))
+            found: Diagnosis = watch.diagnose(loss)
+        seen = tuple(Finding(**each) for each in self.findings)
+        return found if found.nonfinite else replace(found, findings=(*seen, *found.findings))
 
-        def compute() -> Any:
-            if loss_of is None:
-                return called_again(model, calls, seeds)
-            if not self.has_batch:
-                return loss_of()
-            return loss_of(*batch) if isinstance(batch, tuple) else loss_of(batch)
-
-        value, diagnosis = self.beginning.run(model, compute, composed)
-        return Rerun(value, diagnosis, self._is_same(value, loss_of is None))
-
-    def _data(self, model: nn.Module) -> tuple[Any, Any, Any]:
-        """Batch, calls and seeds on the model's device."""
-        if self._tree is None:
-            return self.batch, self.calls, self.seeds
-        device = next((each.device for each in model.parameters()), None)
-        batch, calls, seeds = decoded(self._tree, self._tensors, device)
-        given = self.batch if missing_in(batch) else batch  # what the user has put in
-        return given, [Call(*each) for each in calls], seeds
-
-    def _is_same(self, value: float, by_calls: bool) -> bool:
-        """Whether a loss is that of training; with the scale that it had there, or without."""
-        if by_calls:
-            return same_number(value, self.expected)
-        if same_number(value, self.loss):
-            return True
-        scaled = (value, value / self.scale) if self.scale != 1 else ()
-        return any(isclose(each, self.loss, rel_tol=1e-6) for each in scaled)
-
-    def found(self, rerun: Rerun) -> None:
-        """Keep what a rerun has found."""
-        self.words, self.diagnosis = str(rerun.diagnosis), rerun.diagnosis.to_dict()
-        self.same = rerun.same
-
-    # Files ---------------------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str], most: int = INCIDENT_BYTES) -> None:
-        """Write one file; what would exceed ``most`` is left out with a note, weights first, then
-        the batch.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the incident, whole or not at all.
 
         Args:
-            path: File to write.
-            most: About the most bytes that it may have.
+            path: File to write; its folder is made.
         """
-        tensors: list[Tensor] = []
-        calls = [[list(call.args), call.kwargs] for call in self.calls]
-        batch = self.batch if self.has_batch else None
-        tree = encoded([batch, calls, self.seeds], tensors)
-        notes = list(self.notes)
-        if _bytes(tensors) > most:
-            tree, tensors = encoded([None, [], None], []), []
-            notes.append(f"The batch is not in this file: it is over {most:,} bytes.")
-        state = {n: tensor for n, tensor in self.beginning.state.items() if storable(tensor)}
-        if len(state) < len(self.beginning.state):
-            notes.append("Parameters that are sharded, sparse or complex are not in this file.")
-        if _bytes(state.values()) + _bytes(tensors) > most:
-            notes.append(
-                f"The weights are not in this file: they have {_bytes(state.values()):,} bytes, "
-                f"over {most:,} (incident_bytes= of the Monitor)."
-            )
-            state = {}
-        self.notes = tuple(notes)
-        held = {f"{RANDOM}{n}": each for n, each in self.beginning.random.tensors().items()}
-        held |= {f"{STATE}{name}": each for name, each in state.items()}
-        held |= {f"{DATA}{n}": each for n, each in enumerate(tensors)}
-        container.write(path, KIND, self._meta(tree), held)
-
-    def _meta(self, tree: Any) -> dict[str, Any]:
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        autocast = self.beginning.autocast
-        return {
-            **{name: getattr(self, name) for name in SEEN},
-            "notes": list(self.notes),
-            "diagnosis": json_value(self.diagnosis),
-            "evaluating": list(self.beginning.evaluating),
-            "autocast": {kind: names[dtype] for kind, dtype in autocast.items() if dtype in names},
-            "data": tree,
-        }
+        with naming(path, "written") as at:
+            at.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new:
+            torch.save({"gradtrace": "incident", "version": 1, **vars(self)}, new)
 
 
-SEEN = (
-    *("step", "micro", "rank", "trigger", "of", "evidence", "loss", "scale", "has_batch"),
-    *("expected", "words", "same"),
-)
-"""Fields that are metadata as they are."""
+def made(
+    model: nn.Module,
+    step: int,
+    why: str,
+    words: str,
+    module: str,
+    batch: Any,
+    began: State,
+    parameters: Mapping[str, Tensor],
+) -> Incident:
+    """The incident of a step; ``parameters`` as they were, where they have moved since."""
+    kept, lost = storable(batch)
+    evidence = [*([words] if words else []), *(f"Of the batch: {each}." for each in ranges(kept))]
+    state, _ = storable(unwrapped(model).state_dict())
+    before, _ = storable({**parameters, **began["buffers"]})
+    state |= {name: each for name, each in before.items() if name in state}
+    key, keys, *rest = began["numpy"]
+    began, _ = storable({**began, "numpy": [key, [*map(int, keys)], *rest]})
+    title, seen = f"step {step:,}: {why}", " ".join(evidence)
+    finding = dict(zip(FINDING, ("incident", "warning", title, module, seen, ADVICE)))
+    return Incident(step, why, "\n".join(evidence), kept, tuple(lost), state, began, [finding])
 
 
 def load_incident(path: str | os.PathLike[str]) -> Incident:
-    """Read a file that a trigger of ``gradtrace.Monitor`` has written; ``print`` it to read it.
-
-    ``found.rerun(model, loss_of)`` runs the step again. Nothing in a file is executed.
+    """Read a file that a ``Monitor`` has kept of a step; nothing in it is executed.
 
     Args:
-        path: File that a trigger wrote.
+        path: A file in the Monitor's ``folder``.
 
     Returns:
-        The step as it was kept: batch, random state, weights and diagnosis, as far as the file has
-        them.
+        The incident.
     """
-    with container.about(path):
-        contents = container.read(path, KIND, schemas.INCIDENT)
-        meta, tensors = contents.meta, contents.tensors
-        parts = {kind: _part(tensors, kind) for kind in (RANDOM, STATE, DATA)}
-        data = list(parts[DATA].values())
-        if sum(map(len, parts.values())) != len(tensors) or list(parts[DATA]) != [
-            str(n) for n in range(len(data))
-        ]:
-            unfit("its tensors are others")
-        batch, calls, seeds = _parsed(meta["data"], data)
-        try:
-            random = RandomState.of(parts[RANDOM])
-        except ValueError as error:
-            unfit(str(error))
-        autocast = {kind: DTYPES[name] for kind, name in meta["autocast"].items()}
-        beginning = Beginning(random, autocast, parts[STATE], meta["evaluating"])
-        return Incident(
-            **{name: meta[name] for name in SEEN},
-            beginning=beginning,
-            batch=batch,
-            calls=[Call(*each) for each in calls],
-            seeds=seeds,
-            diagnosis=meta["diagnosis"],
-            notes=tuple(meta["notes"]),
-            _tree=meta["data"],
-            _tensors=data,
-        )
+    with naming(path, "read") as at:
+        size = at.stat().st_size
+    try:
+        found = torch.load(at, map_location="cpu", weights_only=True) if size else {}
+    except Exception as error:  # torn files raise half a dozen kinds
+        raise BadFile(f"{os.fspath(path)!r} is torn, or no incident: {error}") from error
+    if not isinstance(found, dict) or found.pop("gradtrace", "") != "incident":
+        raise BadFile(f"{os.fspath(path)!r} is no incident of a gradtrace.Monitor")
+    if found.pop("version") != 1:
+        raise BadFile(f"{os.fspath(path)!r} is of a newer gradtrace: update gradtrace")
+    return Incident(**found)
 
 
-def _part(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
-    found = tensors.items()
-    return {name.removeprefix(kind): each for name, each in found if name.startswith(kind)}
+@contextmanager
+def _parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards parameters are as before."""
+    before = [(each, each.detach().clone()) for each in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, value in before:
+            parameter.data.copy_(value)
 
 
-def _parsed(tree: Any, tensors: list[Tensor]) -> tuple[Any, list[Any], Any]:
-    found = decoded(tree, tensors)
-    if type(found) is not list or len(found) != 3:
-        unfit("the batch is none that was written")
-    batch, calls, seeds = found
-    for call in calls if type(calls) is list else [None]:
-        if type(call) is not list or [type(each) for each in call] != [list, dict]:
-            unfit("a call is none that was written")
-    each_fits = type(seeds) is list and all(
-        each is None or isinstance(each, Tensor) for each in seeds
-    )
-    if seeds is not None and not each_fits:
-        unfit("the gradients of the outputs are none that were written")
-    return batch, calls, seeds
+# What a file can hold -----------------------------------------------------------------------------
 
 
-def _bytes(tensors: Any) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+def storable(value: Any, name: str = "batch") -> tuple[Any, list[str]]:
+    """What of a value a file can hold, on the CPU, and what is left out: its name and its type.
+
+    >>> storable({"x": (1, "a"), "f": len})
+    ({'x': (1, 'a')}, ['f (builtin_function_or_method)'])
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True), []
+    for plain in (bool, int, float, str):  # of a subclass, the plain value
+        if isinstance(value, plain):
+            return plain(value), []
+    if value is None:
+        return None, []
+    if isinstance(value, Mapping):
+        items = {key: storable(each, str(key)) for key, each in value.items()}
+        held = {key: part for key, (part, lost) in items.items() if part is not None or not lost}
+        return held, list(chain.from_iterable(lost for _, lost in items.values()))
+    if isinstance(value, (list, tuple)):
+        found = [storable(each, f"{name}[{n}]") for n, each in enumerate(value)]
+        parts = [part for part, _ in found]
+        kept = tuple(parts) if isinstance(value, tuple) else parts
+        return kept, list(chain.from_iterable(lost for _, lost in found))
+    return None, [f"{name} ({type(value).__name__})"]
+
+
+def ranges(batch: Any) -> Iterator[str]:
+    """A line on the numbers of each tensor of a batch, of the first few."""
+    for tensor in _tensors(batch)[:SHOWN]:
+        if tensor.numel():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            yield f"{kind} of shape {tuple(tensor.shape)}, {_range(tensor.detach())}"
+
+
+def _range(x: Tensor) -> str:
+    if x.is_complex() or x.dtype == torch.bool:
+        return "complex or bool"
+    finite = x[x.isfinite()].double()
+    bad = f", {x.numel() - finite.numel():,} not finite" if finite.numel() < x.numel() else ""
+    if not finite.numel():
+        return "none of it finite"
+    low, high = float(finite.min()), float(finite.max())
+    text = f"{low:.4g} to {high:.4g}{bad}"
+    size, usual = float(finite.abs().max()), float(finite.abs().median())
+    if x.is_floating_point() and size > 100 * usual > 0:
+        at = int(x.double().abs().nan_to_num(0, 0, 0).argmax())
+        place = tuple(int(n) for n in torch.unravel_index(torch.tensor(at), x.shape))
+        text += f"; that at {place} is {size / usual:,.0f} times the median |value|"
+    return text
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, Mapping) else value
+    several = isinstance(inside, (list, tuple)) or isinstance(value, Mapping)
+    return [x for each in inside for x in _tensors(each)] if several else []
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(each, device) for key, each in value.items()}
+    return type(value)(_moved(x, device) for x in value) if type(value) in (list, tuple) else value

@@ -1,1 +1,0 @@
-"""The results of a Monitor's steps, and the file of a run: writing and reading it."""

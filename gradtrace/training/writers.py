@@ -1,0 +1,120 @@
+"""Writers: what a ``Monitor`` measures, as curves in TensorBoard, W&B or any other log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
+from typing import Any, Protocol, TypeAlias
+
+from gradtrace.errors import GradtraceError, caution, reason_of
+
+Scalars: TypeAlias = Mapping[str, float]
+Write: TypeAlias = Callable[[int, Scalars], object]
+
+PREFIX = "gradtrace/"
+MOST_SHARES = 24
+"""The most shares that are written as curves, unless all of the others are few as well."""
+
+
+class Writer(Protocol):
+    """The simplest writer; ``add_scalar(name, value, step)`` and ``log_metrics`` serve as well."""
+
+    def log(self, values: Scalars, step: int) -> object:
+        """Write the values of a step, by name."""
+
+
+def writing(writer: Any) -> Write:
+    """A function of a step and its values that hands them to a writer of any kind.
+
+    >>> seen = []
+    >>> writing(lambda step, values: seen.append((step, values)))(3, {"loss": 0.5})
+    >>> seen
+    [(3, {'loss': 0.5})]
+    """
+    if callable(getattr(writer, "add_scalar", None)):  # TensorBoard
+        return lambda step, values: [writer.add_scalar(*each, step) for each in values.items()]
+    if callable(getattr(writer, "log_metrics", None)):  # Lightning, mlflow
+        return lambda step, values: writer.log_metrics(dict(values), step=step)
+    home = getattr(writer, "__name__", "") or type(writer).__module__
+    if home.partition(".")[0] == "wandb":
+        return _Wandb(writer)
+    if callable(getattr(writer, "log", None)):
+        return lambda step, values: writer.log(dict(values), step=step)
+    if callable(writer):
+        return lambda step, values: writer(step, dict(values))
+    raise GradtraceError(
+        f"a {type(writer).__name__} is no writer: give an object with log(values, step) or "
+        "add_scalar(name, value, step), a W&B run, or a function of a step and its values"
+    )
+
+
+class _Wandb:
+    """Adds to the row that a W&B run is at: rows are the user's, who numbers them, and W&B drops
+    what comes for an earlier one. So ``gradtrace/step`` is the step.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._given, self._row = run, -1
+
+    def __call__(self, step: int, values: Scalars) -> None:
+        run = self._given.run if hasattr(self._given, "init") else self._given
+        if run is None:
+            raise GradtraceError("no W&B run is open: call wandb.init() before training")
+        if self._row < 0:
+            run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
+        if self._row == run.step:  # nobody has ended the row since
+            run.log({}, commit=True)
+        run.log({**values, f"{PREFIX}step": step}, commit=False)
+        self._row = run.step
+
+
+class Writers:
+    """Several writers. One that fails is told once, and training goes on."""
+
+    def __init__(self, writers: Iterable[Any]) -> None:
+        if isinstance(writers, (str, bytes)) or not isinstance(writers, Iterable):
+            raise GradtraceError(
+                f"writers is a list of writers, not a {type(writers).__name__}: writers=[writer]"
+            )
+        self._all = [(type(each).__name__, writing(each)) for each in writers]
+        self._failed = set[int]()
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write the curves of a traced step."""
+        values = curves(line)
+        for n, (name, write) in enumerate(self._all):
+            try:
+                write(line["step"], values)
+            except Exception as error:  # a service may raise anything
+                if n not in self._failed:
+                    caution(f"{name} did not take what was measured: {reason_of(error)}")
+                self._failed.add(n)
+
+
+def curves(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line by names that every log accepts: where paths have a choice, the shares
+    of its branches; else those that are neither 0 nor 1.
+
+    >>> curves({"step": 2, "loss": 0.5, "share a": 1.0, "share b c": 0.25, "note": ""})
+    {'gradtrace/loss': 0.5, 'gradtrace/share/b_c': 0.25}
+    """
+    forks = [name for name in line if name.startswith("fork ")]
+    shares = [name for name in line if name.startswith("share ") and 0 < line[name] < 1]
+    kept = {"loss", "cost", *(forks or shares)[:MOST_SHARES]}
+    kept |= {name for name in line if name.startswith(("term ", "cosine "))}
+    numbers = {name: line[name] for name in line if name in kept and isfinite(line[name])}
+    return {PREFIX + plain(name): value for name, value in numbers.items()}
+
+
+def plain(name: str) -> str:
+    """Letters, digits, ``_ . / -``; the first word becomes a folder.
+
+    >>> plain("fork add (gate, experts.0)/gate")
+    'fork/add_gate_experts.0/gate'
+    """
+    words = re.sub(r"[^\w./-]+", "_", name.replace(" ", "/", 1))
+    return re.sub(r"_*/_*", "/", words).strip("_")
