@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from gradtrace.distributed.dataset_influence import influence
     from gradtrace.report.saving import load
     from gradtrace.semirings import SUM
-    from gradtrace.tools.ablation import ablate
-    from gradtrace.tools.gradcheck import check
+    from gradtrace.training.ablation import ablate
+    from gradtrace.training.gradcheck import check
     from gradtrace.training.incident import load_incident
     from gradtrace.training.monitor import Monitor
     from gradtrace.watch import watch
@@ -51,9 +51,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Monitor": "training.monitor",
     "SUM": "semirings",
-    "ablate": "tools.ablation",
+    "ablate": "training.ablation",
     "backward": "api",
-    "check": "tools.gradcheck",
+    "check": "training.gradcheck",
     "decompose": "distributed.dataset_decompose",
     "graph": "api",
     "influence": "distributed.dataset_influence",

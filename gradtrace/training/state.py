@@ -1,4 +1,4 @@
-"""What a forward pass changes beside its graph: buffers, random numbers, modes of modules."""
+"""What a forward pass may change beside its graph: buffers, random numbers, modes of modules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ State = dict[str, Any]
 
 
 def state_of(model: nn.Module) -> State:
-    """A copy of a model's buffers, and of the states of the random generators."""
+    """A copy of a model's buffers and modes, and of the states of the random generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "buffers": {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        "training": {name: module.training for name, module in model.named_modules()},
         "torch": torch.get_rng_state(),
         "cuda": cuda,
         "python": random.getstate(),
@@ -31,6 +32,8 @@ def set_state(model: nn.Module, state: State) -> None:
     for name, buffer in model.named_buffers():
         if name in state["buffers"] and buffer.shape == state["buffers"][name].shape:
             buffer.data.copy_(state["buffers"][name])
+    for name, module in model.named_modules():
+        module.training = state["training"].get(name, module.training)
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"]:
         torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
@@ -38,10 +41,17 @@ def set_state(model: nn.Module, state: State) -> None:
     np.random.set_state(tuple(state["numpy"]))
 
 
+def seed_all(seed: int) -> None:
+    """Seed the random generators of PyTorch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and random numbers are as before. What else a forward pass changes, as
-    lists and attributes of Python, stays changed.
+    """Afterwards buffers, modes and random numbers are as before. What else a forward pass changes,
+    as lists and attributes of Python, stays changed.
 
     >>> with undisturbed(nn.Dropout()):
     ...     a = torch.rand(1)
