@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from gradtrace import errors, semirings, testing
     from gradtrace.api import backward, graph, program, trace
     from gradtrace.autodiff.labels import label
-    from gradtrace.distributed.dataset_decompose import decompose
-    from gradtrace.distributed.dataset_influence import influence
     from gradtrace.report.saving import load
     from gradtrace.semirings import SUM
     from gradtrace.training.ablation import ablate
+    from gradtrace.training.dataset import decompose, influence
     from gradtrace.training.gradcheck import check
     from gradtrace.training.incident import load_incident
     from gradtrace.training.monitor import Monitor
@@ -54,9 +53,9 @@ _HOMES = {
     "ablate": "training.ablation",
     "backward": "api",
     "check": "training.gradcheck",
-    "decompose": "distributed.dataset_decompose",
+    "decompose": "training.dataset",
     "graph": "api",
-    "influence": "distributed.dataset_influence",
+    "influence": "training.dataset",
     "label": "autodiff.labels",
     "load": "report.saving",
     "load_incident": "training.incident",
