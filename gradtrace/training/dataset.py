@@ -23,16 +23,19 @@ from torch.utils.data.distributed import DistributedSampler
 from gradtrace.components.components import spelt
 from gradtrace.errors import BadFile, GradtraceError, NotScalar, RankFailed, reason_of
 from gradtrace.files import append_line, json_value, read_lines
-from gradtrace.pytorch.wrapped_modules import unwrapped
+from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.table import Table
+from gradtrace.tracing.counting import taking_part
 from gradtrace.training.state import seed_all, undisturbed
 from gradtrace.training.unwrap import apart
 from gradtrace.watch import watch
 
 T = TypeVar("T")
 LossFn = Callable[[Any, Any], Tensor]
-Measure = Callable[[watch, Tensor, int], Table]
-Found = dict[int, list[dict[str, Any]]]
+Measure = Callable[[watch, Tensor, int], Table | None]
+"""The table of a loss of this batch; None where nothing that was asked for takes part in it."""
+
+Found = dict[int, list[dict[str, Any] | None]]
 """The tables of each batch that is done, by its number, as JSON values."""
 
 WAIT = timedelta(days=1)
@@ -92,10 +95,14 @@ def influence(
     >>> table.about["losses"], table.shares["2"], table.errors["2"]
     (3, 1.0, 0.0)
     """
+    parameters = [name for name, _ in named_parameters(model)]
 
-    def measure(watched: watch, loss: Tensor, number: int) -> Table:
+    def measure(watched: watch, loss: Tensor, number: int) -> Table | None:
         trace = watched.trace(loss, rule=rule)
-        return trace.influence(by, of=of, index=index, sample=sample, seed=seed + number)
+        leaves = None if of is None else taking_part(trace, of, parameters)
+        if leaves == []:  # an expert that no token went to, say
+            return None
+        return trace.influence(by, of=leaves, index=index, sample=sample, seed=seed + number)
 
     settings = ["influence", spelt(by), spelt(of), index, per_sample, rule, sample, seed, key]
     run = _Run(model, loss_fn, loader, measure, settings, seed, per_sample)
@@ -195,7 +202,7 @@ class _Run:
                     if files is not None:
                         files.begin(first)
                 if number not in done and number % ranks.world == ranks.rank:
-                    tables = [table.to_dict() for table in self._traced(batch, number)]
+                    tables = self._traced(batch, number)
                     if files is not None:
                         append_line(files.own, {"batch": number, "tables": tables})
                     self.found[number] = tables
@@ -203,7 +210,7 @@ class _Run:
             return self.found, first, True
         return self.found, first, False
 
-    def _traced(self, batch: Any, number: int) -> list[Table]:
+    def _traced(self, batch: Any, number: int) -> list[dict[str, Any] | None]:
         with undisturbed(self.model):
             seed_all(self.seed + 1_000_003 * number)
             with watch(self.model, diagnose=False) as watched:
@@ -218,9 +225,10 @@ class _Run:
                     ) from error
                 losses = self._losses(loss, number)
             try:
-                return [self.measure(watched, each, number) for each in losses]
+                tables = [self.measure(watched, each, number) for each in losses]
             except GradtraceError as error:
                 raise type(error)(f"batch {number}: {error}") from error
+        return [table if table is None else table.to_dict() for table in tables]
 
     def _losses(self, loss: Any, number: int) -> list[Tensor]:
         """The losses of a batch, one by one."""
@@ -247,13 +255,17 @@ def _total(ends: list[tuple[Found, str, bool]]) -> Table:
             "twice and others never: seed them alike (generator=torch.Generator().manual_seed(0))"
         )
     found = {number: tables for some, _, _ in ends for number, tables in some.items()}
-    tables = [Table.from_dict(each) for number in sorted(found) for each in found[number]]
+    kept = [each for number in sorted(found) for each in found[number]]
+    tables = [each if each is None else Table.from_dict(each) for each in kept]
     stopped = any(stopped for _, _, stopped in ends)
-    if not tables:
+    known = [table for table in tables if table is not None]
+    if not known:
         if stopped:
             raise KeyboardInterrupt
-        raise GradtraceError("the loader gave no batch, so there is nothing to measure")
-    table = Table.total(tables)
+        none = "no leaf of of= takes part in any loss" if tables else "the loader gave no batch"
+        raise GradtraceError(f"{none}, so there is nothing to measure")
+    without = replace(known[0], rows=(), notes=())
+    table = Table.total([without if each is None else each for each in tables])
     if not stopped:
         return table
     note = f"Stopped by Ctrl-C: {len(found):,} batches were counted"
