@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from gradtrace import errors, semirings, testing
     from gradtrace.api import backward, graph, program, trace
     from gradtrace.autodiff.labels import label
-    from gradtrace.distributed.dataset_decompose import decompose
-    from gradtrace.distributed.dataset_influence import influence
     from gradtrace.report.saving import load
     from gradtrace.semirings import SUM
-    from gradtrace.tools.ablation import ablate
-    from gradtrace.tools.gradcheck import check
+    from gradtrace.training.ablation import ablate
+    from gradtrace.training.dataset import decompose, influence
+    from gradtrace.training.gradcheck import check
     from gradtrace.training.monitor import Monitor
     from gradtrace.watch import watch
 
@@ -49,12 +48,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "Monitor": "training.monitor",
     "SUM": "semirings",
-    "ablate": "tools.ablation",
+    "ablate": "training.ablation",
     "backward": "api",
-    "check": "tools.gradcheck",
-    "decompose": "distributed.dataset_decompose",
+    "check": "training.gradcheck",
+    "decompose": "training.dataset",
     "graph": "api",
-    "influence": "distributed.dataset_influence",
+    "influence": "training.dataset",
     "label": "autodiff.labels",
     "load": "report.saving",
     "program": "api",

@@ -1,316 +1,245 @@
-"""``gt.influence`` over a data set: batches, pairs, interruptions, resuming, errors."""
+"""Influence over a data set: sums of single traces, resumed runs, and what is put back."""
 
 from __future__ import annotations
 
-import errno
-import itertools
-import os
-import shutil
-import signal
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kills
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradtrace as gt
-from gradtrace.distributed import dataset_influence
-from gradtrace.distributed.checkpoint import CheckpointFiles, PartialResult
-from gradtrace.distributed.identity import identity
-from gradtrace.errors import GradtraceError
-from gradtrace.tracing.influence import Influence
+from gradtrace.errors import BadFile, GradtraceError, NoGraph, NotScalar, UnknownName
+from gradtrace.files import read_lines
+from gradtrace.table import Table
+from gradtrace.training.state import seed_all, undisturbed
 
-Batch = tuple[Tensor, Tensor]
-
-
-def model() -> nn.Module:
-    torch.manual_seed(4)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(3, 4)
-            self.left = nn.Linear(4, 4)
-            self.right = nn.Linear(4, 4)
-            self.out = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.first(x))
-            return self.out(torch.tanh(self.left(x)) + torch.tanh(self.right(x)))
-
-    return Model().double()
+Made = tuple[nn.Module, Callable[..., Tensor], list[Tensor]]
 
 
-def losses(net: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(net(batch[0]), batch[1], reduction="none")
+def made(kind: str) -> Made:
+    torch.manual_seed(0)
+    model: Any = {
+        "mlp": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.4), nn.Linear(4, 2)),
+        "convnet": lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.BatchNorm1d(2), nn.ReLU()),
+        "lstm": lambda: nn.LSTM(3, 4),
+    }[kind]()
+    shape = {"mlp": (4, 3), "convnet": (4, 1, 6), "lstm": (5, 2, 3)}[kind]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        out = model(x)
+        return (out[0] if kind == "lstm" else out).square().mean()  # type: ignore[no-any-return]
+
+    return model, loss, [torch.randn(shape) for _ in range(6)]
 
 
-def batches(n: int = 5, size: int = 3) -> list[Batch]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(size, 3, generator=generator, dtype=torch.float64),
-            torch.randint(0, 2, (size,), generator=generator),
-        )
-        for _ in range(n)
-    ]
+def by_hand(model: nn.Module, loss_fn: Any, batches: list[Tensor], rule: str) -> list[Table]:
+    """The tables of the batches, each with the draws that follow from its number."""
+    tables = []
+    for number, batch in enumerate(batches):
+        with undisturbed(model):
+            seed_all(1_000_003 * number)
+            with gt.watch(model) as watch:
+                loss = loss_fn(model, batch)
+            tables.append(watch.trace(loss, rule=rule).influence())
+    return tables
 
 
-def direct(net: nn.Module, some: list[Batch], **options: Any) -> Influence:
-    found = []
-    for batch in some:
-        with gt.watch(net) as watch:
-            loss = losses(net, batch)
-        found.append(watch.trace(loss).influence(**options))
-    return found[0].merge(*found[1:])
+@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
+@pytest.mark.parametrize("kind", ["mlp", "convnet", "lstm"])
+def test_the_table_is_the_sum_of_those_of_the_batches(kind: str, rule: str) -> None:
+    model, loss, batches = made(kind)
+    table = gt.influence(model, loss, batches, rule=rule)
+    wanted = Table.total(by_hand(model, loss, batches, rule))
+    assert table.rows == wanted.rows and table.about["losses"] == len(batches)
+    assert table.rows == gt.influence(model, loss, iter(batches), rule=rule).rows
 
 
-def test_it_is_the_merge_of_the_batches() -> None:
-    net = model()
-    table = gt.influence(net, losses, batches())
-    assert table == direct(net, batches())
-    assert table.pairs == 15
-    assert not table.interrupted
-    assert set(table.shares) == {"first", "left", "right", "out"}
-    assert sum(table.shares[name] for name in ("left", "right")) == pytest.approx(1)
-    assert 0 < table.by("gradient").errors["left"] < 0.2
+def test_decompose_is_the_sum_of_those_of_the_batches() -> None:
+    model, loss, batches = made("convnet")
+    tables = []
+    for batch in batches:
+        with undisturbed(model), gt.watch(model) as watch:
+            tables.append(watch.trace(loss(model, batch)).decompose("modules"))
+    assert gt.decompose(model, loss, batches).rows == Table.total(tables).rows
 
 
-def test_it_does_not_depend_on_how_samples_are_batched() -> None:
-    net = model()
-    xs, ys = (torch.cat(parts) for parts in zip(*batches()))
-    tables = [
-        gt.influence(net, losses, DataLoader(TensorDataset(xs, ys), batch_size=size))
-        for size in (1, 4, 15)
-    ]
-    for table in tables[1:]:
-        assert [row.count for row in table] == [row.count for row in tables[0]]
-        assert table.pairs == 15
+def test_each_sample_by_itself() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    batches = list(torch.randn(3, 4, 3))
+    table = gt.influence(model, lambda m, x: m(x).square()[:, 0], batches, per_sample=True)
+    single = [x[None] for batch in batches for x in batch]
+    wanted = gt.influence(model, lambda m, x: m(x).square().sum(), single)
+    assert table.about["losses"] == 12
+    assert [table.shares, table.errors] == [wanted.shares, wanted.errors]
 
 
-def test_the_options_of_a_trace_are_passed_on() -> None:
-    net = model()
-    table = gt.influence(
-        net, losses, batches(2), components=["left", "right"], weight="gradient", rule="viterbi"
-    )
-    assert (table.weight, table.rule) == ("gradient", "viterbi")
-    assert set(table.shares) == {"left", "right"}
-    coarse = gt.influence(net, losses, batches(2), granularity="operator")
-    assert coarse == gt.influence(net, losses, batches(2), granularity="operator")
-    assert coarse != gt.influence(net, losses, batches(2))
+class Experts(nn.Module):
+    """One of two layers, chosen by the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.out = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.experts[int(x[0, 0] > 0)](x)).sum()
+        return out
 
 
-def test_nothing_is_left_behind() -> None:
-    net = model().eval()
-    before = {name: p.clone() for name, p in net.named_parameters()}
-    gt.influence(net, losses, batches(2))
-    assert not net.training
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is None
-        assert torch.equal(parameter, before[name])
+def test_one_element_is_counted_over_the_losses_that_it_takes_part_in() -> None:
+    batches = [-torch.ones(2, 2), torch.ones(2, 2), -torch.ones(2, 2)]
+    ask: Any = {"loss_fn": lambda model, x: model(x), "loader": batches}
+    table = gt.influence(Experts(), **ask, of="experts.0.bias", index=1)
+    assert (table["out"].through, table["out"].eligible, table.about["losses"]) == (2, 2, 3)
+    assert gt.influence(Experts(), **ask, of="experts.0")["out"].eligible == 2 * 6
+    with pytest.raises(UnknownName, match=r"batch 0: no leaf 'expert\.0'"):
+        gt.influence(Experts(), **ask, of="expert.0")
+    with pytest.raises(GradtraceError, match="takes part in any loss"):
+        gt.influence(Experts(), ask["loss_fn"], batches[:1], of="experts.1")
 
 
-# Interrupted, resumed ----------------------------------------------------------------------------
+# What is put back --------------------------------------------------------------------------------
 
 
-class Stops:
-    """Batches, and Ctrl-C before one of them."""
+def test_nothing_is_disturbed() -> None:
+    model, _, batches = made("convnet")
+    torch.autograd.backward(model(batches[0]).sum())
+    model[1].eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    draws, python = torch.get_rng_state(), random.getstate()
+    seen = list[Tensor]()
 
-    def __init__(self, some: list[Batch], at: int) -> None:
-        self.some, self.at = some, at
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch[0])
+        model.train(not model.training)
+        return model(batch[0]).mean() + random.random() + torch.rand(())
 
-    def __iter__(self) -> Iterator[Batch]:
-        for n, batch in enumerate(self.some):
-            if n == self.at:
-                # Jobs in the background are started with Ctrl-C ignored.
-                before = signal.signal(signal.SIGINT, signal.default_int_handler)
-                try:
-                    signal.raise_signal(signal.SIGINT)
-                finally:
-                    signal.signal(signal.SIGINT, before)
-            yield batch
-
-
-def test_ctrl_c_keeps_what_was_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    net = model()
-    table = gt.influence(net, losses, Stops(batches(), 3))
-    assert table.interrupted
-    assert table.pairs == 9
-    assert [row.count for row in table] == [row.count for row in direct(net, batches()[:3])]
-    assert "9 losses counted" in capsys.readouterr().err
+    loader = DataLoader(TensorDataset(torch.stack(batches)), None, shuffle=True)
+    with torch.no_grad():
+        first = gt.influence(model, loss, loader)
+    assert first.rows == gt.influence(model, loss, loader).rows  # shuffled in the same way
+    assert all(torch.equal(a, b) for a, b in zip(seen[:6], seen[6:]))
+    assert torch.equal(torch.get_rng_state(), draws) and random.getstate() == python
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert [m.training for m in model] == [True, False, True]
+    assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters()))
 
 
-def test_ctrl_c_before_anything_was_counted_is_an_interrupt() -> None:
+# Journals ----------------------------------------------------------------------------------------
+
+
+def stopping(batches: list[Tensor], after: int) -> Iterator[Tensor]:
+    yield from batches[:after]
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_gives_the_table_so_far_and_the_journal_goes_on(tmp_path: Path) -> None:
+    model, loss, batches = made("mlp")
+    whole = gt.influence(model, loss, batches)
+    file = tmp_path / "run"
+    part = gt.influence(model, loss, stopping(batches, 2), journal=file)
+    assert part.about["interrupted"] and part.about["losses"] == 2
+    assert "2 batches were counted" in part.notes[-1]
+    calls = list[int]()
+
+    def counted(model: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        return loss(model, x)
+
+    with open(f"{file}.rank0", "ab") as opened:
+        opened.write(b'{"batch": 2, "tab')  # a line that was being written
+    assert gt.influence(model, counted, batches, journal=file) == whole
+    assert len(calls) == 4
+    assert gt.influence(model, counted, batches, journal=file) == whole and len(calls) == 4
+    assert len(read_lines(f"{file}.rank0")) == 7
     with pytest.raises(KeyboardInterrupt):
-        gt.influence(model(), losses, Stops(batches(), 0))
+        gt.influence(model, loss, stopping(batches, 0))
 
 
-@pytest.mark.parametrize("at", [1, 3, 4])
-def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, at: int) -> None:
-    net, file = model(), tmp_path / "run.gradtrace"
-    seen: list[int] = []
-
-    def counting(net: nn.Module, batch: Batch) -> Tensor:
-        seen.append(1)
-        return losses(net, batch)
-
-    first = gt.influence(net, counting, Stops(batches(), at), checkpoint=file)
-    assert first.interrupted
-    seen.clear()
-    table = gt.influence(net, counting, batches(), checkpoint=file)
-    assert len(seen) == 5 - at
-    assert table == direct(net, batches())
-    again = gt.influence(net, counting, batches(), checkpoint=file)
-    assert again == table
-    assert len(seen) == 5 - at
-
-
-def test_an_error_in_a_batch_names_it_and_loses_nothing(tmp_path: Path) -> None:
-    net, file = model(), tmp_path / "run.gradtrace"
-    some = batches()
-    some[3][0][0, 0] = float("nan")
-    with pytest.raises(gt.errors.NonFinite, match="batch 3"):
-        gt.influence(net, losses, some, checkpoint=file)
-    table = gt.influence(net, losses, batches(), checkpoint=file)
-    assert table == direct(net, batches())
+def test_another_run_is_refused_and_the_journal_left(tmp_path: Path) -> None:
+    model, loss, batches = made("mlp")
+    ask: dict[str, Any] = {"journal": tmp_path / "run", "key": "a"}
+    gt.influence(model, loss, batches, **ask)
+    kept = (tmp_path / "run.rank0").read_bytes()
+    for other in ({"key": "b"}, {"rule": "edge"}, {"seed": 1}, {"by": "layers"}, {"of": "0"}):
+        with pytest.raises(BadFile, match=r"run\.rank0' is of other weights, settings or"):
+            gt.influence(model, loss, batches, **{**ask, **other})
+    for change in (lambda: model.eval(), lambda: model[0].weight.data.mul_(2)):
+        change()
+        with pytest.raises(BadFile, match="other weights"):
+            gt.influence(model, loss, batches, **ask)
+        model.train()
+    model[0].weight.data.div_(2)
+    with pytest.raises(BadFile, match="first batch is another"):
+        gt.influence(model, loss, batches[::-1], **ask)
+    assert (tmp_path / "run.rank0").read_bytes() == kept
+    (tmp_path / "run.rank0").write_text('{"epoch": 1}\n')
+    with pytest.raises(BadFile, match="is no journal"):
+        gt.influence(model, loss, batches, **ask)
 
 
-def test_another_question_does_not_go_on_in_the_same_file(tmp_path: Path) -> None:
-    net, file = model(), tmp_path / "run.gradtrace"
-    gt.influence(net, losses, batches(1), checkpoint=file)
-    with pytest.raises(GradtraceError, match="another rule"):
-        gt.influence(net, losses, batches(1), checkpoint=file, rule="viterbi")
-    with pytest.raises(GradtraceError, match="another components"):
-        gt.influence(net, losses, batches(1), checkpoint=file, components=["left"])
-    with pytest.raises(GradtraceError, match="another coverage"):
-        gt.influence(net, losses, batches(), checkpoint=file, coverage=False)
-    other = tmp_path / "other.gradtrace"
-    gt.influence(net, losses, batches(1), checkpoint=other, coverage=False)
-    with pytest.raises(GradtraceError, match="another coverage"):
-        gt.influence(net, losses, batches(), checkpoint=other)
+def test_a_killed_run_goes_on_to_the_same_table(tmp_path: Path) -> None:
+    """``python tests/kills.py`` does it ten times, and on two processes."""
+    assert kills.differing(tmp_path, moments=3, world=1) == []
 
 
 # Errors ------------------------------------------------------------------------------------------
 
-
-def test_an_empty_loader() -> None:
-    with pytest.raises(GradtraceError, match="no batch"):
-        gt.influence(model(), losses, [])
-
-
-def test_a_loss_that_is_no_tensor() -> None:
-    with pytest.raises(GradtraceError, match="batch 0: loss_fn returned a float"):
-        gt.influence(model(), lambda net, batch: 1.0, batches(1))  # type: ignore[arg-type, return-value]
-
-
-def test_a_loss_without_a_graph() -> None:
-    def detached(net: nn.Module, batch: Batch) -> Tensor:
-        return losses(net, batch).detach()
-
-    with pytest.raises(gt.errors.NoGraph, match="batch 0"):
-        gt.influence(model(), detached, batches(1))
-
-
-def test_the_progress_bar_is_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    gt.influence(model(), losses, batches(2), progress=True)
-    shown = capsys.readouterr()
-    assert "2/2" in shown.err
-    assert not shown.out
-    gt.influence(model(), losses, iter(batches(2)), progress=True)
-    assert "tracing" in capsys.readouterr().err
-    gt.influence(model(), losses, batches(2))
-    assert not capsys.readouterr().err
-    assert dataset_influence.bar is not None
-
-
-def test_a_loss_fn_that_takes_something_else_is_told_what_it_gets() -> None:
-    model = nn.Linear(2, 1)
-
-    def of_the_output(output: Tensor) -> Tensor:
-        return output.mean()
-
-    wanted = (
-        r"batch 0: loss_fn is called as loss_fn\(model, batch\), and does not take that: too many"
-    )
-    with pytest.raises(GradtraceError, match=wanted):
-        gt.influence(model, of_the_output, [torch.ones(3, 2)])  # type: ignore[arg-type]
+LINEAR = nn.Linear(2, 1)
+BATCH = {"x": torch.ones(3, 2)}
+ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "no batch": (GradtraceError, "no batch", lambda: ask(lambda m, x: m(x), [])),
+    "no loader": (GradtraceError, "a int does not", lambda: ask(lambda m, x: m(x), 3)),
+    "what loss_fn cannot take": (
+        GradtraceError,
+        r"batch 1, a dict with 'x', cannot be given to loss_fn\(model, batch\): KeyError: 'y'",
+        lambda: ask(lambda m, batch: m(batch["y"]).sum(), [{"y": BATCH["x"]}, BATCH]),
+    ),
+    "arguments": (
+        GradtraceError,
+        r"batch 0, a tensor of shape \(3, 2\), cannot be given .* TypeError",
+        lambda: ask(lambda m: m, [BATCH["x"]]),
+    ),
+    "no loss": (GradtraceError, "returned a NoneType", lambda: ask(lambda m, x: None, [BATCH])),
+    "no graph": (NoGraph, "batch 0: ", lambda: ask(lambda m, x: torch.ones(()), [BATCH])),
+    "a vector": (
+        NotScalar,
+        r"shape \(3, 1\); return one loss .* per_sample=True",
+        lambda: ask(lambda m, x: m(x["x"]), [BATCH]),
+    ),
+    "no vector": (
+        NotScalar,
+        r"shape \(\); return a vector",
+        lambda: ask(lambda m, x: m(x["x"]).sum(), [BATCH], per_sample=True),
+    ),
+    "no folder": (
+        BadFile,
+        "cannot be written",
+        lambda: ask(lambda m, x: m(x["x"]).sum(), [BATCH], journal="/no/such/folder/run"),
+    ),
+}
 
 
-# A file that cannot be written -------------------------------------------------------------------
+def ask(loss_fn: Any, loader: Any, **options: Any) -> Table:
+    return gt.influence(LINEAR, loss_fn, loader, **options)
 
 
-def vanishing(folder: Path, at: int, comes_back: int = 0) -> Iterator[Batch]:
-    """Batches, and the folder of the checkpoint is removed before one of them."""
-    for n, batch in enumerate(batches()):
-        if n == at:
-            shutil.rmtree(folder)
-        if n == comes_back > at:
-            folder.mkdir()
-        yield batch
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_where_and_what_to_do(name: str) -> None:
+    kind, text, call = ERRORS[name]
+    with pytest.raises(kind, match=text):
+        call()
 
 
-@pytest.mark.parametrize("kind", ["influence", "decompose"])
-@pytest.mark.parametrize("at", [1, 4])
-def test_a_folder_that_is_removed_loses_nothing(tmp_path: Path, kind: str, at: int) -> None:
-    net, folder = model(), tmp_path / "scratch"
-    folder.mkdir()
-    call = getattr(gt, kind)
-    with pytest.warns(UserWarning, match=r"run\.gradtrace.*its result will be returned") as told:
-        table = call(net, losses, vanishing(folder, at), checkpoint=folder / "run.gradtrace")
-    assert len(told) == 1 and told[0].filename == __file__
-    wanted = call(net, losses, batches())
-    assert table.pairs == 15 and table.shares == wanted.shares and not table.interrupted
-
-
-def test_ctrl_c_after_the_folder_was_removed_returns_what_was_counted(tmp_path: Path) -> None:
-    net, folder = model(), tmp_path / "scratch"
-    folder.mkdir()
-
-    def stops() -> Iterator[Batch]:
-        yield from itertools.islice(vanishing(folder, 1), 3)
-        yield from Stops(batches(), 0)
-
-    with pytest.warns(UserWarning, match="its result will be returned"):
-        table = gt.influence(net, losses, stops(), checkpoint=folder / "run.gradtrace")
-    assert table.interrupted and table.pairs == 9
-
-
-def test_a_folder_that_comes_back_is_written_to(tmp_path: Path) -> None:
-    net, file = model(), tmp_path / "scratch" / "run.gradtrace"
-    file.parent.mkdir()
-    with pytest.warns(UserWarning, match="its result will be returned"):
-        table = gt.influence(net, losses, vanishing(file.parent, 1, 3), checkpoint=file)
-    assert gt.influence(net, losses, batches(), checkpoint=file) == table
-
-
-def test_a_folder_that_never_was_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(GradtraceError, match=r"nowhere.run\.gradtrace"):
-        gt.influence(model(), losses, batches(), checkpoint=tmp_path / "nowhere" / "run.gradtrace")
-
-
-def test_a_folder_that_cannot_be_listed_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(self: Path) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-
-    monkeypatch.setattr(Path, "iterdir", denied)
-    with pytest.raises(GradtraceError, match=r"cannot be read \(Permission denied"):
-        CheckpointFiles(tmp_path / "journal", {}, 0, 2).parts()
-
-
-def test_parts_of_ranks_stay_where_the_whole_cannot_be_written(tmp_path: Path) -> None:
-    file = tmp_path / "run.gradtrace"
-    files = CheckpointFiles(file, {}, 0, 2)
-    files.identity = identity(model(), losses)[0]
-    files.keep(PartialResult(draws="01"))
-    file.mkdir()
-    with pytest.warns(UserWarning, match="its result will be returned"):
-        assert not files.close(PartialResult(draws="01"))
-    assert files.own is not None and files.own.exists()
-    file.rmdir()
-    assert files.close(PartialResult(draws="01")) and not files.own.exists()
+def test_progress_is_shown_on_stderr_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    ask(lambda m, x: m(x["x"]).sum(), [BATCH] * 3, progress=True)
+    assert capsys.readouterr().out == ""
+    ask(lambda m, x: m(x["x"]).sum(), [BATCH] * 3)
+    assert capsys.readouterr().err == ""

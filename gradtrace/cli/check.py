@@ -8,7 +8,7 @@ from typer import Exit, Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.codes import FAILED
-from gradtrace.cli.printing import STYLES, Json, console, table, working, write_json
+from gradtrace.cli.printing import STYLES, Json, console, working, write_json
 from gradtrace.cli.target import (
     Arguments,
     Target,
@@ -39,26 +39,24 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Compare gradients with differences of the loss; exit code 1 if one is wrong."""
-    from gradtrace.tools.gradcheck import check as check_gradients
+    from gradtrace.training.gradcheck import check as check_gradients
 
     wanted = Target.of(target, args)
     with working(f"running {wanted.name}") as work, wanted.running() as script:
-        loss_fn, model = _parts(wanted.call(script), wanted.name)
+        model, loss_fn = _parts(wanted.call(script), wanted.name)
         work.begin("checking")
         result = check_gradients(
-            loss_fn, model, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
+            model, loss_fn, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
         )
     if as_json:
-        write_json(result.to_dict())
+        write_json({"ok": result.ok, "verdict": result.verdict, **result.to_dict()})
     else:
-        out = console()
-        out.print(table(result.lines(), right=(1, 2, 4, 5), styles=STYLES))
-        out.print(result.verdict, style=STYLES["ok" if result.ok else "wrong"])
+        console().print(str(result), style=STYLES["ok" if result.ok else "wrong"], markup=False)
     raise Exit(0 if result.ok else FAILED)
 
 
 def _parts(returned: Any, name: str) -> tuple[Any, Any]:
-    """The loss function and the model among what a function returned."""
+    """The model and the loss function among what a function returned."""
     from torch import nn
 
     _, made = without_optimizers(returned)
@@ -68,4 +66,4 @@ def _parts(returned: Any, name: str) -> tuple[Any, Any]:
             "many times"
         )
     first, second = made
-    return (second, first) if not isinstance(second, nn.Module) else (first, second)
+    return (first, second) if isinstance(first, nn.Module) else (second, first)

@@ -219,7 +219,7 @@ def watched_call(
     (None: nothing), and the watch. ``whole`` makes one loss of it, ``returns`` is what to return.
     """
     from gradtrace.tools.discovery import Discovery
-    from gradtrace.tools.loss_evaluator import takes_model
+    from gradtrace.training.gradcheck import takes_model
     from gradtrace.watch import watch
 
     with Discovery(diagnose=diagnose) as discovery:

@@ -1,1 +1,0 @@
-"""Influence over a data set, on one or several processes, resumable after an interruption."""
