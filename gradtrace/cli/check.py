@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Exit, Option
 
-from gradtrace.cli.app import app, examples
-from gradtrace.cli.codes import FAILED
-from gradtrace.cli.printing import STYLES, Json, console, table, working, write_json
-from gradtrace.cli.target import (
-    Arguments,
-    Target,
-    kind_of,
-    script_function,
-    without_optimizers,
-)
-from gradtrace.errors import GradtraceError
+from gradtrace.cli.app import FAILED, app, examples
+from gradtrace.cli.output import Json, records, working, write, write_json
+from gradtrace.cli.script import Arguments, Script, script_function
 
 WHAT = "A function that returns (model, loss_fn), in any order; loss_fn is called many times."
 
@@ -39,33 +31,16 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Compare gradients with differences of the loss; exit code 1 if one is wrong."""
-    from gradtrace.tools.gradcheck import check as check_gradients
+    import gradtrace
+    from gradtrace.cli.returned import model_and_loss_fn
 
-    wanted = Target.of(target, args)
-    with working(f"running {wanted.name}") as work, wanted.running() as script:
-        loss_fn, model = _parts(wanted.call(script), wanted.name)
-        work.begin("checking")
-        result = check_gradients(
-            loss_fn, model, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
-        )
+    wanted = Script.of(target, args)
+    with working(f"running {wanted.name}") as begin, wanted.running() as script:
+        model, loss_fn = model_and_loss_fn(wanted.call(script), wanted.name)
+        begin("checking")
+        found = gradtrace.check(model, loss_fn, sample=sample, seed=seed, tolerance=tolerance)
     if as_json:
-        write_json(result.to_dict())
+        write_json({"ok": found.ok, **records(found)})
     else:
-        out = console()
-        out.print(table(result.lines(), right=(1, 2, 4, 5), styles=STYLES))
-        out.print(result.verdict, style=STYLES["ok" if result.ok else "wrong"])
-    raise Exit(0 if result.ok else FAILED)
-
-
-def _parts(returned: Any, name: str) -> tuple[Any, Any]:
-    """The loss function and the model among what a function returned."""
-    from torch import nn
-
-    _, made = without_optimizers(returned)
-    if type(made) not in (tuple, list) or len(made) != 2 or not all(map(callable, made)):
-        raise GradtraceError(
-            f"{name} returned {kind_of(returned)}; return (model, loss_fn): the loss is computed "
-            "many times"
-        )
-    first, second = made
-    return (second, first) if not isinstance(second, nn.Module) else (first, second)
+        write(found.text(None))
+    raise Exit(0 if found.ok else FAILED)
