@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -13,12 +13,14 @@ from gradtrace.cli.app import app, examples
 from gradtrace.cli.influence import By, Of, Rule, Sample, Seed, components
 from gradtrace.cli.output import Json, Top, records, working, write, write_json, write_table
 from gradtrace.cli.script import Arguments, Script, script_function
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, UnknownName, not_one_of
 
 if TYPE_CHECKING:
     from gradtrace.paths.paths import Path as GradientPath
     from gradtrace.table import Table
     from gradtrace.traced import Trace
+
+MEASURES = ("decompose", "mass", "coverage", "norms")
 
 LossFunction = Annotated[
     str,
@@ -36,9 +38,10 @@ Elements = Annotated[
     ),
 ]
 Measured = Annotated[
-    list[Literal["decompose", "mass", "coverage", "norms"]] | None,
+    list[str] | None,
     Option(
         "--measure",
+        metavar="NAME",
         help="Measure more. decompose: the gradient through each component, exactly and with its "
         "sign; mass: the share of all paths by |weight|; coverage: what part of its gradient a "
         "path carries; norms: the gradient by module. May be given again.",
@@ -75,6 +78,9 @@ def trace(
     from gradtrace.pytorch.global_switches import uncompiled
 
     chosen, elements = components(by), [element(text) for text in path or ()]
+    for name in measure or ():
+        if name not in MEASURES:
+            raise UnknownName(not_one_of("--measure", name, MEASURES))
     wanted = Script.of(target, args, save, report)
     with working(f"running {wanted.name}") as begin, uncompiled(), wanted.running() as script:
         kept = save is not None or report is not None  # what is wrong stands first there
