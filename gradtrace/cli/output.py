@@ -31,7 +31,7 @@ def write_table(table: Table, top: int) -> None:
     """Print the first rows of a table, and its notes."""
     more = len(table) - top
     left = (f"… and {more:,} more rows (--top {len(table)} shows all)",) if more > 0 else ()
-    print(replace(table.top(top), notes=(*left, *table.notes)).text(None))
+    print(replace(table.top(top), notes=(*left, *table.notes)).text(None, 100))
 
 
 def records(table: Table) -> dict[str, Any]:
