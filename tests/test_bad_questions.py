@@ -139,7 +139,7 @@ def test_a_wrong_question_gets_a_sentence(case: str) -> None:
 
 
 def test_the_first_operator_with_nan_is_named() -> None:
-    with pytest.raises(GradtraceError, match="(?s)'enc'|enc"):
+    with pytest.raises(GradtraceError, match=r"(?s)'enc'|enc"):
         traced(lambda m: loss_fn(m, X * float("nan")))
 
 
@@ -222,7 +222,7 @@ WRITTEN: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("what", WRITTEN)
 def test_places_that_cannot_be_written_to(what: str, tmp_path: Path) -> None:
     at = unwritable(tmp_path)
-    with pytest.raises(GradtraceError, match="file.*(write|folder|written)"):
+    with pytest.raises(GradtraceError, match=r"file.*(write|folder|written)"):
         WRITTEN[what](at)
     assert os.listdir(tmp_path) == ["file"]
 
