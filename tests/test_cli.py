@@ -1,26 +1,51 @@
-"""The command line, as a user or a script meets it."""
+"""The command line, as a user, a shell or another program meets it."""
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import fresh
 import pytest
 import torch
-from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
-import gradtrace
-from gradtrace.cli import app
+import gradtrace as gt
+from gradtrace.cli import app, main
+from gradtrace.cli.app import BUG, INTERRUPTED, UNREAD, WRONG
+from gradtrace.cli.script import functions
+from gradtrace.cli.trace import element
 from gradtrace.errors import GradtraceError
 
 SCRIPT = """
+import os
+import sys
 import torch
 from torch import nn
 import beside
 
-print("a script may print")
+print("it prints")
+os.write(1, b"and writes\\n")
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.left, self.right = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, words, cut=False):
+        x = self.embed(words)
+        left = self.left(x).tanh()
+        left = left.detach() if cut else left
+        return (left + self.right(x).sigmoid()).sum(-1)
+
+    def score(self, words, cut=False):
+        return self(words, cut).square().mean()
 
 class Wrong(torch.autograd.Function):
     @staticmethod
@@ -31,49 +56,82 @@ class Wrong(torch.autograd.Function):
     def backward(ctx, grad):
         return 1.01 * grad
 
-def right(size="3"):
-    print("and print again")
-    model, x = nn.Linear(int(size), 2), torch.ones(4, int(size))
-    return lambda model: model(x).tanh().sum(), model
+def made():
+    torch.manual_seed(0)
+    return Net().double(), torch.tensor([1, 2, 3])
+
+def loss():
+    model, words = made()
+    return model.score(words)
+
+def with_model():
+    model, words = made()
+    return model, model.score(words)
+
+def model_last():
+    return tuple(reversed(with_model()))
+
+def function(size="3"):
+    model, words = made()
+    return model, lambda model: model.score(words[: int(size)])
+
+def function_first():
+    model, words = made()
+    return (lambda: model.score(words)), model
+
+def output():
+    return {"loss": loss()}
+
+def cut():
+    model, words = made()
+    return model, model.score(words, cut=True)
+
+def number():
+    return loss().item()
+
+def still():
+    model, words = made()
+    return model, model.score(words), torch.optim.SGD(model.embed.parameters(), 0.1)
 
 def wrong():
-    model, x = nn.Linear(3, 2), torch.ones(3)
-    return lambda: (Wrong.apply(model.weight) @ x + model.bias).tanh().sum(), model
+    model, words = made()
+    return lambda: Wrong.apply(model(words)).sum(), model
+
+def parts():
+    model, words = made()
+    return model, lambda model, batch: model.score(batch), [words, words.flip(0) + 1, words * 2]
 
 def echo(*args):
-    raise ValueError(f"got {args!r}")
+    raise ValueError(f"got {args!r} {sys.argv[1:]}")
 
-def swapped():
-    loss_fn, model = right()
-    return model, loss_fn, torch.optim.SGD(model.parameters(), 0.1)
+def nothing():
+    return None
 
-def alone():
-    return right()[1]
+def two_models():
+    return nn.Linear(2, 2), nn.Linear(2, 2)
 
-def several():
-    model = nn.Linear(3, 2)
-    return lambda m: m.weight, model
+def not_a_loss():
+    return nn.Linear(2, 2), lambda model: 3
+
+def freed():
+    model, found = with_model()
+    found.backward()
+    return model, found
 
 def leaves():
-    raise SystemExit(0)
+    raise SystemExit(3)
 
-def fails_later():
-    model = nn.Linear(3, 2)
-    def loss(m):
-        return m(torch.ones(5)).sum()
-    return loss, model
+def hostile():
+    model = nn.Sequential()
+    model.add_module("</script>\\u202e[red]\\x1b[31m\\n" + "x" * 10_000, nn.Linear(2, 2))
+    return model, model(torch.ones(1, 2)).sum()
 """
-
-
-def line_of(text: str) -> int:
-    """Where a statement stands in the script."""
-    return SCRIPT[: SCRIPT.index(text)].count("\n") + 1
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
+    path = tmp_path / "mein skript ü.py"
+    path.write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "beside.py").write_text("")
     return path
 
@@ -82,191 +140,240 @@ def run(*args: object, **env: str) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env=env)
 
 
+def found(*args: object, code: int = 0) -> dict[str, Any]:
+    """What a command prints as JSON."""
+    result = run(*args, "--json")
+    assert result.exit_code == code, result.stderr
+    data: dict[str, Any] = json.loads(result.stdout)
+    return data
+
+
 def refused(result: Result) -> str:
     """The one line that says why, without a traceback."""
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
+    assert result.exit_code == WRONG, result.stdout
+    assert result.stdout == "" and "Traceback" not in result.stderr
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("gradtrace: ")
     return line
 
 
-# gradtrace ---------------------------------------------------------------------------------------
+# All commands ------------------------------------------------------------------------------------
 
 
-def test_version() -> None:
-    result = run("--version")
-    assert result.exit_code == 0
-    assert gradtrace.__version__ in result.stdout and torch.__version__ in result.stdout
-    assert "CPU kernels:" in result.stdout and "CUDA devices:" in result.stdout
+def test_version_says_which_kernels_and_devices_there_are() -> None:
+    text = run("--version").stdout
+    assert gt.__version__ in text and torch.__version__ in text
+    assert "CPU kernels" in text and "CUDA devices" in text
 
 
-def test_help_names_every_command() -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    assert all(name in result.stdout for name in ("demo", "check", "trace"))
+def test_help_names_every_command_and_code() -> None:
+    text = run("--help").stdout
+    for word in ("diagnose", "trace", "influence", "check", "demo", "Exit codes", "130"):
+        assert word in text
 
 
-def test_an_unknown_command_is_an_error() -> None:
-    assert run("nothing").exit_code == 2
+def test_the_module_is_the_command() -> None:
+    done = fresh.python("-m", "gradtrace", "--version", check=True)
+    assert gt.__version__ in done.stdout
 
 
 def test_debug_shows_the_error_itself(tmp_path: Path) -> None:
-    result = run("--debug", "check", tmp_path / "none.py:f")
-    assert isinstance(result.exception, GradtraceError)
+    for words in (["--debug", "check"], ["check", "--debug"]):
+        assert isinstance(run(*words, tmp_path / "none.py:f").exception, GradtraceError)
 
 
-def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    import runpy
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyboardInterrupt(), INTERRUPTED, "stopped"),
+        (BrokenPipeError(), UNREAD, ""),
+        (RuntimeError("odd"), BUG, "this is a bug: RuntimeError: odd"),
+        (GradtraceError("no"), WRONG, "gradtrace: no"),
+        (OSError(28, "No space left"), WRONG, "No space left"),
+    ],
+)
+def test_ends(error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
 
+    monkeypatch.setattr("gradtrace.cli.script.Script.of", fails)
+    result = run("check", "x.py:f")
+    assert result.exit_code == code and text in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_reader_that_has_gone() -> None:
+    command = [sys.executable, "-m", "gradtrace", "--help"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == UNREAD and "Traceback" not in done.stderr
+
+
+def test_a_stream_without_these_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "argv", ["gradtrace", "--version"])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module("gradtrace", run_name="__main__")
+        main()
+    print("→", file=stream)
     assert end.value.code == 0
 
 
-# gradtrace check ---------------------------------------------------------------------------------
-
-
-def test_a_right_gradient_is_0(script: Path) -> None:
-    result = run("check", f"{script}:right")
-    assert result.exit_code == 0, result.stderr
-    assert "gradients agree: 8 elements of 2 parameters" in result.stdout
-    assert "print" not in result.stdout and "a script may print" in result.stderr
-
-
-def test_a_wrong_gradient_is_1_and_named(script: Path) -> None:
-    result = run("check", f"{script}:wrong")
-    assert result.exit_code == 1
-    assert "wrong gradient: weight" in result.stdout
-
-
-@pytest.mark.parametrize(("name", "code"), [("right", 0), ("swapped", 0), ("wrong", 1)])
-def test_check_as_json(script: Path, name: str, code: int) -> None:
-    result = run("check", f"{script}:{name}", "--json", "--sample", 1, "--seed", 3)
-    assert result.exit_code == code
-    data = json.loads(result.stdout)
-    assert data["ok"] is (code == 0)
-    assert [row["checked"] for row in data["rows"]] == [1, 1]
-
-
-def test_arguments_are_passed_as_strings(script: Path) -> None:
-    result = run("check", f"{script}:right", "--json", "--", "5")
-    sizes = {row["name"]: row["shape"] for row in json.loads(result.stdout)["rows"]}
-    assert sizes == {"weight": [2, 5], "bias": [2]}
-    line = refused(run("check", f"{script}:echo", "--", "--json", "-x", "a b"))
-    where = f"script.py, line {line_of('raise ValueError')}"
-    assert f"{where}: ValueError: got ('--json', '-x', 'a b')" in line
-
-
-CHECK_ERRORS: dict[str, tuple[str, ...]] = {
-    "script.py:rihgt": ("no function 'rihgt'", "did you mean right"),
-    "script.py": ("names no function", "script.py:function"),
-    "script.py:": ("names no function",),
-    "none.py:right": ("no script", "none.py"),
-    "script.py:alone": ("alone returned Linear", "(model, loss_fn)"),
-    "script.py:several": ("6 elements",),
-    "script.py:leaves": (f"line {line_of('raise SystemExit')}: SystemExit",),
-    "script.py:fails_later": (f"line {line_of('return m(torch')}: RuntimeError", "--debug"),
+ERRORS = {
+    "SCRIPT:lsos": ("no function 'lsos'", "did you mean loss"),
+    "SCRIPT": ("names no function", "script.py:function"),
+    "none.py:loss": ("no script", "none.py"),
     "broken.py:f": ("broken.py, line 2: SyntaxError",),
     "text.txt:f": ("text.txt is not a Python script",),
+    "SCRIPT:leaves": ("SystemExit: 3",),
+    "SCRIPT:nothing": ("nothing returned NoneType", "return a loss"),
+    "SCRIPT:two_models": ("(Linear, Linear)",),
+    "SCRIPT:not_a_loss": ("gave int, not a loss",),
+    "SCRIPT:freed": ("freed",),
+    "SCRIPT:echo": ("ValueError: got () []", "line "),
 }
 
 
-@pytest.mark.parametrize("target", CHECK_ERRORS)
+@pytest.mark.parametrize("target", ERRORS)
 def test_errors_are_one_clear_line(
     script: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (script.parent / "broken.py").write_text("x = 1\ndef f(:\n")
     (script.parent / "text.txt").write_text("")
     monkeypatch.chdir(script.parent)
-    line = refused(run("check", target, "--json"))
-    assert all(part in line for part in CHECK_ERRORS[target]), line
+    line = refused(run("trace", target.replace("SCRIPT", script.name), "--json"))
+    assert all(part in line for part in ERRORS[target]), line
 
 
-def test_too_many_arguments(script: Path) -> None:
-    line = refused(run("check", f"{script}:right", "--", "3", "4"))
-    assert "right(size='3') was given 2 arguments" in line
+def test_arguments_are_passed_as_strings(script: Path) -> None:
+    line = refused(run("check", f"{script}:echo", "--", "--json", "-x", "a b"))
+    assert "got ('--json', '-x', 'a b') ['--json', '-x', 'a b']" in line
+    line = refused(run("check", f"{script}:function", "--", "3", "4"))
+    assert "function(size='3') was given 2 arguments" in line
 
 
 def test_the_interpreter_is_left_as_it_was(script: Path) -> None:
-    path, modules = list(sys.path), set(sys.modules)
-    run("check", f"{script}:right")
-    run("check", f"{script}:echo")
-    assert sys.path == path
-    assert "gradtrace_script" not in set(sys.modules) - modules
+    before = list(sys.path), list(sys.argv), set(sys.modules)
+    run("trace", f"{script}:loss")
+    run("trace", f"{script}:echo", "--", "x")
+    assert (list(sys.path), list(sys.argv)) == before[:2]
+    assert not {"beside", script.stem} & (set(sys.modules) - before[2]) - {"beside"}
 
 
-@pytest.mark.parametrize(("env", "coloured"), [({"NO_COLOR": "1"}, False), ({}, True)])
-def test_no_color(
-    script: Path, env: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    forced = {"FORCE_COLOR": "1", "TERM": "xterm-256color", **env}
-    result = run("check", f"{script}:right", **forced)
-    assert ("\x1b[" in result.stdout) is coloured
+def test_completion_reads_the_script_and_does_not_run_it(script: Path) -> None:
+    assert functions(f"{script}:fun") == [f"{script}:function", f"{script}:function_first"]
 
 
-# gradtrace demo ----------------------------------------------------------------------------------
+# diagnose ----------------------------------------------------------------------------------------
+
+
+def test_a_healthy_step_is_0(script: Path) -> None:
+    result = run("diagnose", f"{script}:function")
+    assert result.exit_code == 0 and "Diagnosis: healthy" in result.stdout
+    assert "it prints" not in result.stdout and "it prints" in result.stderr
+
+
+def test_a_finding_is_1_with_the_line_of_the_script(script: Path) -> None:
+    result = run("diagnose", f"{script}:cut")
+    assert result.exit_code == 1 and "left = left.detach() if cut else left" in result.stdout
+    assert "left.weight, left.bias" in result.stdout
+
+
+def test_a_number_and_an_optimiser_are_looked_at(script: Path) -> None:
+    data = found("diagnose", f"{script}:number", code=1)
+    assert {each["reason"] for each in data["silent"]} == {"output detached"}
+    result = run("diagnose", f"{script}:still")
+    assert result.exit_code == 1 and "not in the optimiser" in result.stdout
+
+
+# trace -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "with_model", "model_last", "function", "function_first", "output"]
+)
+def test_every_form_gives_the_names_of_the_model(script: Path, name: str) -> None:
+    data = found("trace", f"{script}:{name}", "--path", "left.weight[0,1]")
+    wanted = ["embed.weight", "left.bias", "left.weight", "right.bias", "right.weight"]
+    assert sorted(data["parameters"]) == wanted
+    rows = {row["component"]: row for row in data["influence"]["rows"]}
+    assert set(rows) == {"embed", "left", "right"} and rows["left"]["eligible"] > 0
+    assert data["paths"][0]["steps"][1]["module"] == "left"
+    assert math.isfinite(data["loss"])
+
+
+def test_what_is_asked_for(script: Path) -> None:
+    data = found("trace", f"{script}:loss", "--by", "both=left,right", "--by", "r*")
+    rows = {row["component"]: row["share"] for row in data["influence"]["rows"]}
+    assert set(rows) == {"both", "r*"} and rows["both"] == 1
+    data = found("trace", f"{script}:loss", "--by", "operators", "--rule", "viterbi")
+    assert data["rule"] == "viterbi" and len(data["influence"]["rows"]) > 3
+    asked = [w for name in ("decompose", "mass", "coverage", "norms") for w in ("--measure", name)]
+    data = found("trace", f"{script}:loss", "--by", "left", "--by", "right", *asked)
+    for name in ("decompose", "mass"):
+        assert sum(row["share"] for row in data[name]["rows"]) == pytest.approx(1, abs=1e-9)
+    assert data["norms"]["rows"] and data["coverage"]["rows"]
+    assert "--measure is" in refused(run("trace", f"{script}:loss", "--measure", "masss"))
+    assert "did you mean" in refused(run("trace", f"{script}:loss", "--of", "embd.weight"))
+
+
+def test_tables_are_cut_and_say_so(script: Path) -> None:
+    text = run("trace", f"{script}:loss", "--top", 1, "--path", "left.bias").stdout
+    assert "and 2 more rows (--top 3 shows all)" in text and "left.bias[" in text
+
+
+def test_files(script: Path, tmp_path: Path) -> None:
+    saved, page = tmp_path / "ä 🙂.gradtrace", tmp_path / "ö.html"
+    data = found("trace", f"{script}:function", "--save", saved, "--report", page)
+    assert (data["save"], data["report"]) == (str(saved), str(page))
+    assert "left.weight" in gt.load(saved).gradients
+    assert page.read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
+    line = refused(run("trace", f"{script}:loss", "--report", script))
+    assert "would be overwritten" in line
+    (tmp_path / "file").write_text("")
+    assert "file" in refused(run("trace", f"{script}:loss", "--report", tmp_path / "file" / "x"))
+
+
+def test_names_that_are_not_meant_well(script: Path) -> None:
+    text = run("trace", f"{script}:hostile").stdout
+    assert not {"\u202e", "\x1b"} & set(text) and "[red]" in text
+    assert max(map(len, text.splitlines())) < 400
+
+
+def test_elements() -> None:
+    assert element("a.b[1, -2]") == ("a.b", (1, -2))
+    for wrong in ("", "[1]", "a[x]", "a[1"):
+        with pytest.raises(GradtraceError, match="write NAME"):
+            element(wrong)
+
+
+# influence and check -----------------------------------------------------------------------------
+
+
+def test_influence_over_a_data_set(script: Path, tmp_path: Path) -> None:
+    journal = tmp_path / "counts.jsonl"
+    first = found("influence", f"{script}:parts", "--journal", journal)
+    again = found("influence", f"{script}:parts", "--journal", journal)
+    assert first == again and first["losses"] == 3
+    assert "return (model, loss_fn, loader)" in refused(run("influence", f"{script}:loss"))
+
+
+def test_check(script: Path) -> None:
+    right = found("check", f"{script}:function", "--sample", 1)
+    assert right["ok"] and len(right["rows"]) == 5
+    assert not found("check", f"{script}:wrong", "--sample", 2, code=1)["ok"]
+
+
+# demo --------------------------------------------------------------------------------------------
 
 
 def test_the_demo_finds_what_was_planted(tmp_path: Path) -> None:
-    before, out = torch.get_rng_state(), tmp_path / "new" / "report.html"
-    result = run("demo", "--out", out)
-    assert result.exit_code == 0, result.stderr
-    assert "found 4 of the 4" in result.stdout and str(out) in result.stdout
-    assert "planted.py:" in result.stdout and ".detach()" in result.stdout
-    assert "gradtrace report" in out.read_text(encoding="utf-8")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_demo_as_json(tmp_path: Path) -> None:
-    out = tmp_path / "report.html"
-    data = json.loads(run("demo", "--out", out, "--json").stdout)
-    assert data["report"] == str(out) and not data["diagnosis"]["healthy"]
-    assert [row["found"] for row in data["planted"]] == [
-        "views.third",
-        "memory.0",
-        "experts.2",
-        "spare",
-    ]
-
-
-def test_the_demo_finds_nothing_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same network without its faults."""
-    from gradtrace.cli import planted
-
-    class Sound(planted.Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.Identity()
-            with torch.no_grad():
-                self.router.bias.zero_()
-
-        def forward(self, words: Tensor) -> Tensor:
-            x = self.embed(words)
-            h = sum(v(q) for v, q in zip(self.views.values(), x.flatten(1).chunk(4, 1)))
-            h = h + self.memory(x.mean(1))
-            experts = torch.stack([expert(h) for expert in self.experts], -1)
-            scores: Tensor = self.output((experts * self.router(h).softmax(-1)[:, None]).sum(-1))
-            return scores
-
-    monkeypatch.setattr(planted, "Classifier", Sound)
-    assert [row.found for row in planted.look().rows][1:] == ["", "", ""]
-
-
-def test_the_demo_into_a_place_that_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("here")
-    assert "file" in refused(run("demo", "--out", tmp_path / "file" / "report.html"))
-    for folder in (tmp_path, ""):  # told before anything runs
-        line = refused(run("demo", "--out", folder))
-        assert "is a folder: give the name of a file to write" in line
-
-
-def test_help_of_commands_is_broken_at_the_edge_only() -> None:
-    """Words that fit in the line before do not stand alone in the next."""
-    lines = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).stdout.split("\n")
-    at = next(n for n, line in enumerate(lines) if "diagnose " in line)
-    first, second = (line.strip("│ ") for line in lines[at : at + 2])
-    assert len(lines[at].rstrip("│ ")) + len(second.split()[0]) + 1 > 95, (first, second)
+    page = tmp_path / "new" / "demo.html"
+    data = found("demo", "--out", page)
+    assert len(data["planted"]) == 4
+    assert all(row["found"].startswith(row["planted"]) for row in data["planted"])
+    assert page.stat().st_size > 10_000
+    text = run("demo", "--out", page).stdout
+    assert "4 of the 4" in text and str(page) in text
+    assert "is a folder" in refused(run("demo", "--out", tmp_path))

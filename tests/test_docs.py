@@ -362,10 +362,3 @@ def named_tests() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("file", "name"), named_tests())
 def test_tests_that_pages_speak_of_exist(file: str, name: str) -> None:
     assert name in (ROOT / file).read_text()
-
-
-def test_every_complaint_is_answered_with_a_test() -> None:
-    _, *parts = re.split(r"^## ", (DOCS / "complaints.md").read_text(), flags=re.MULTILINE)
-    assert len(parts) == 11
-    for part in parts:
-        assert re.search(r"\*Held by\*\s+`(tests|web/test)/", part), part

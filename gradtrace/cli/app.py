@@ -1,4 +1,4 @@
-"""The application: options that all commands share, error handling and exit codes."""
+"""The application: options that all commands share, errors as one line, exit codes."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
 import gradtrace
-from gradtrace.cli.codes import BUG, INTERRUPTED, MEANING, UNREAD, WRONG
-from gradtrace.cli.printing import say
+from gradtrace.cli.output import say
 from gradtrace.errors import GradtraceError, printable, reason_of
 
+FAILED, WRONG, BUG, INTERRUPTED, UNREAD = 1, 2, 3, 130, 141
+CODES = {
+    0: "all is well",
+    FAILED: "something wrong was found: in a model, or a gradient",
+    WRONG: "something is wrong with the question: an option, a file, the script itself",
+    BUG: "a bug in gradtrace",
+    INTERRUPTED: "stopped by Ctrl-C",
+    UNREAD: "whoever read the output has gone, as in gradtrace trace ... | head",
+}
+"""Exit codes, and what they mean."""
+
 DEBUG = "--debug"
-ORDER = (
-    "demo",
-    "diagnose",
-    "conflicts",
-    "attribute",
-    "trace",
-    "influence",
-    "decompose",
-    "report",
-    "check",
-)
+ORDER = ("diagnose", "trace", "influence", "check", "demo")
 """The order of commands in the help."""
 
-PACKAGE = str(Path(gradtrace.__file__).parent)
+PACKAGE = str(Path(gradtrace.__file__).parent) + os.sep
 
 
 def examples(*lines: str) -> str:
@@ -47,7 +46,7 @@ class Guarded(TyperGroup):
     """Prints errors as one line, without a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The commands, those for newcomers first."""
+        """The commands, the most wanted first."""
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
     def get_command(self, ctx: Any, name: str) -> Any:
@@ -65,7 +64,7 @@ class Guarded(TyperGroup):
         return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **options: Any) -> Any:
-        """Parse the arguments; ``main`` prints errors."""
+        """Parse the arguments."""
         with _errors_as_exits(debug=True):
             return super().make_context(*args, **options)
 
@@ -77,8 +76,8 @@ class Guarded(TyperGroup):
 
 @contextmanager
 def _errors_as_exits(debug: bool) -> Iterator[None]:
-    """Print errors and exit with their codes; with ``debug`` they are raised. Usage errors are
-    printed by typer, but may contain any file name: these are made printable.
+    """Print errors and exit with their codes; with ``debug`` they are raised. Errors of usage are
+    printed by typer, but may hold any file name: these are made printable.
     """
     try:
         yield
@@ -87,7 +86,7 @@ def _errors_as_exits(debug: bool) -> Iterator[None]:
     except (BrokenPipeError, KeyboardInterrupt) as stop:
         raise typer.Exit(ended(stop)) from stop
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # a usage error
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # an error of usage
             error.message = printable(getattr(error, "message", ""))  # type: ignore[attr-defined]
             raise
         if debug:
@@ -123,7 +122,7 @@ app = typer.Typer(
     epilog="\n".join(
         (
             "Exit codes:",
-            *(f"  {code:<4} {meaning}" for code, meaning in MEANING.items()),
+            *(f"  {code:<4} {meaning}" for code, meaning in CODES.items()),
             "Results go to stdout, all else to stderr. NO_COLOR=1 turns colours off.",
         )
     ),
@@ -154,14 +153,11 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version",
-            callback=_version,
-            is_eager=True,
-            help="Print versions, kernels and devices.",
+            "--version", callback=_version, is_eager=True, help="Versions, kernels and devices."
         ),
     ] = False,
 ) -> None:
-    """Shows which modules the gradient flows through in a PyTorch model."""
+    """Find out why a PyTorch layer does not learn."""
 
 
 # Entry point and exit ----------------------------------------------------------------------------
@@ -204,7 +200,7 @@ def _show_traceback(error: BaseException) -> None:
     cause = error.__cause__ if isinstance(error, GradtraceError) and error.__cause__ else error
     found = cause.__traceback__
     own = found
-    while own is not None and _ours(own):
+    while own is not None and _is_ours(own.tb_frame.f_code.co_filename):
         own = own.tb_next
     lines = "".join(traceback.format_exception(type(cause), cause, own or found)).splitlines()
     print("\n".join(map(printable, lines)), file=sys.stderr)
@@ -212,9 +208,8 @@ def _show_traceback(error: BaseException) -> None:
         say(f"gradtrace: {error}")
 
 
-def _ours(at: TracebackType) -> bool:
-    name = at.tb_frame.f_code.co_filename
-    return name.startswith((PACKAGE + os.sep, "<frozen ")) or "contextlib" in name
+def _is_ours(file: str) -> bool:
+    return file.startswith((PACKAGE, "<frozen ")) or "contextlib" in file
 
 
 def _flushed(code: Any) -> Any:

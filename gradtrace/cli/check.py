@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Exit, Option
 
-from gradtrace.cli.app import app, examples
-from gradtrace.cli.codes import FAILED
-from gradtrace.cli.printing import STYLES, Json, console, working, write_json
-from gradtrace.cli.target import (
-    Arguments,
-    Target,
-    kind_of,
-    script_function,
-    without_optimizers,
-)
-from gradtrace.errors import GradtraceError
+from gradtrace.cli.app import FAILED, app, examples
+from gradtrace.cli.output import Json, records, working, write, write_json
+from gradtrace.cli.script import Arguments, Script, script_function
 
 WHAT = "A function that returns (model, loss_fn), in any order; loss_fn is called many times."
 
@@ -39,31 +31,16 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Compare gradients with differences of the loss; exit code 1 if one is wrong."""
-    from gradtrace.training.gradcheck import check as check_gradients
+    import gradtrace
+    from gradtrace.cli.returned import model_and_loss_fn
 
-    wanted = Target.of(target, args)
-    with working(f"running {wanted.name}") as work, wanted.running() as script:
-        model, loss_fn = _parts(wanted.call(script), wanted.name)
-        work.begin("checking")
-        result = check_gradients(
-            model, loss_fn, sample=sample, seed=seed, tolerance=tolerance, progress=work.advance
-        )
+    wanted = Script.of(target, args)
+    with working(f"running {wanted.name}") as begin, wanted.running() as script:
+        model, loss_fn = model_and_loss_fn(wanted.call(script), wanted.name)
+        begin("checking")
+        found = gradtrace.check(model, loss_fn, sample=sample, seed=seed, tolerance=tolerance)
     if as_json:
-        write_json({"ok": result.ok, "verdict": result.verdict, **result.to_dict()})
+        write_json({"ok": found.ok, **records(found)})
     else:
-        console().print(str(result), style=STYLES["ok" if result.ok else "wrong"], markup=False)
-    raise Exit(0 if result.ok else FAILED)
-
-
-def _parts(returned: Any, name: str) -> tuple[Any, Any]:
-    """The model and the loss function among what a function returned."""
-    from torch import nn
-
-    _, made = without_optimizers(returned)
-    if type(made) not in (tuple, list) or len(made) != 2 or not all(map(callable, made)):
-        raise GradtraceError(
-            f"{name} returned {kind_of(returned)}; return (model, loss_fn): the loss is computed "
-            "many times"
-        )
-    first, second = made
-    return (first, second) if isinstance(first, nn.Module) else (second, first)
+        write(found.text(None))
+    raise Exit(0 if found.ok else FAILED)

@@ -8,8 +8,9 @@ from typing import Annotated
 from typer import Option
 
 from gradtrace.cli.app import app, examples
-from gradtrace.cli.printing import Json, console, table, write, write_json
+from gradtrace.cli.output import Json, write, write_json, write_table
 from gradtrace.errors import GradtraceError
+from gradtrace.table import Column, Table
 
 
 @app.command(epilog=examples("gradtrace demo", "gradtrace demo --out out/demo.html --json"))
@@ -31,5 +32,6 @@ def demo(
         return
     right = sum(row.found.startswith(row.planted) for row in found.rows)
     write(f"gradtrace found {right} of the {len(found.rows)} things that were planted.")
-    console().print(table([("question", "planted", "found", "seen"), *found.rows]))
+    columns = tuple(map(Column, ("question", "planted", "found", "seen")))
+    write_table(Table("", columns, tuple(found.rows)), len(found.rows))  # type: ignore[arg-type]
     write(f"The report of this network is in {out}")

@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from gradtrace.cli.app import app, examples
-from gradtrace.cli.influence import (
-    Components,
-    Granularity,
-    Of,
-    Rule,
-    Sample,
-    Seed,
-    Top,
-    Weight,
-    parsed,
-    rows,
-    write_influence,
-)
-from gradtrace.cli.measures import (
-    Measured,
-    Power,
-    Question,
-    checked,
-    data,
-    measured,
-    write_measure,
-)
-from gradtrace.cli.printing import Json, as_text, working, write, write_json, write_table
-from gradtrace.cli.target import (
-    Arguments,
-    Target,
-    kind_of,
-    script_function,
-    without_optimizers,
-)
-from gradtrace.errors import GradtraceError, TooLarge
+from gradtrace.cli.influence import By, Of, Rule, Sample, Seed, components
+from gradtrace.cli.output import Json, Top, records, working, write, write_json, write_table
+from gradtrace.cli.script import Arguments, Script, script_function
+from gradtrace.errors import GradtraceError, UnknownName, not_one_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from gradtrace.io.table import TextTable
     from gradtrace.paths.paths import Path as GradientPath
-    from gradtrace.runs.influence import Influence
+    from gradtrace.table import Table
     from gradtrace.traced import Trace
-    from gradtrace.tracing.choices import Choices
-    from gradtrace.watch import watch
 
-SHOWN_FORKS = 5
-RETURNS = "return a loss, a model and its loss, or (model, loss_fn)"
+MEASURES = ("decompose", "mass", "coverage", "norms")
 
 LossFunction = Annotated[
     str,
@@ -70,112 +37,94 @@ Elements = Annotated[
         "path from any element. May be given again.",
     ),
 ]
-SavedTrace = Annotated[
-    Path | None, Option(help="Save the trace, to read it with gradtrace report.")
+Measured = Annotated[
+    list[str] | None,
+    Option(
+        "--measure",
+        metavar="NAME",
+        help="Measure more. decompose: the gradient through each component, exactly and with its "
+        "sign; mass: the share of all paths by |weight|; coverage: what part of its gradient a "
+        "path carries; norms: the gradient by module. May be given again.",
+    ),
 ]
-ReportPage = Annotated[Path | None, Option(help="Write a report, one HTML file.")]
 
 
 @app.command(
     epilog=examples(
         "gradtrace trace train.py:loss --report loss.html",
-        "gradtrace trace train.py:loss --components 'encoder.*' --weight gradient --top 5",
+        "gradtrace trace train.py:loss --by 'encoder.*' --top 5",
         "gradtrace trace train.py:loss --path 'embed.weight[23,3]' --json -- tiny 3",
-        "gradtrace trace train.py:loss --components lstm --components gru --measure decompose",
-        "gradtrace trace train.py:loss --granularity operator --out before.gradtrace",
+        "gradtrace trace train.py:loss --by lstm --by gru --measure decompose",
         "where train.py has: def loss(size='base', layers='2'): ... return model(batch).loss",
     )
 )
 def trace(
     target: LossFunction,
     args: Arguments = None,
-    rule: Rule = "greedy",
-    granularity: Granularity = "scalar",
-    components: Components = None,
-    weight: Weight = "count",
+    by: By = None,
     of: Of = None,
+    rule: Rule = "greedy",
     sample: Sample = None,
     seed: Seed = 0,
-    top: Top = None,
     path: Elements = None,
     measure: Measured = None,
-    power: Power = 1.0,
-    out: SavedTrace = None,
-    report: ReportPage = None,
+    top: Top = 20,
+    save: Annotated[Path | None, Option(help="Save the trace, for gradtrace.load.")] = None,
+    report: Annotated[Path | None, Option(help="Write a report, one HTML file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Trace the gradient of a loss: through which modules do its paths run, how do they divide, and
-    how much of the gradient do they explain?
-    """
+    """Trace the gradient of a loss: through which parts of the model does it come?"""
+    from gradtrace.cli.returned import watched
     from gradtrace.pytorch.global_switches import uncompiled
 
-    chosen, elements = parsed(components or []), [element(text) for text in path or ()]
-    more = checked(measure or ())
-    wanted = Target.of(target, args, out, report)
-    with working(f"running {wanted.name}") as work, uncompiled(), wanted.running() as script:
-        kept = out is not None or report is not None  # what is wrong stands first there
-        loss, watched = watched_loss(lambda: wanted.call(script), wanted.name, vars(script), kept)
-        work.begin("tracing")
-        traced = watched.trace(loss, rule=rule, granularity=granularity)
-        paths = [_path(traced, *each) for each in elements]  # first: a typo is reported early
-        work.begin("measuring influence")
-        table = traced.influence(chosen, weight, of=of or None, sample=sample, seed=seed)
-        divided = _divided(traced, of, sample, seed)
-        flow = " ".join(traced.norms().notes)
-        tables = measured(traced, more, Question(chosen, of or None, power), work.begin)
-        _write_files(traced, out, report, work.begin)
+    chosen, elements = components(by), [element(text) for text in path or ()]
+    for name in measure or ():
+        if name not in MEASURES:
+            raise UnknownName(not_one_of("--measure", name, MEASURES))
+    wanted = Script.of(target, args, save, report)
+    with working(f"running {wanted.name}") as begin, uncompiled(), wanted.running() as script:
+        kept = save is not None or report is not None  # what is wrong stands first there
+        seen = watched(lambda: wanted.call(script), wanted.name, vars(script), diagnose=kept)
+        begin("tracing")
+        found = seen.watch.trace(seen.loss, rule=rule)
+        paths = [_path(found, *each) for each in elements]
+        tables = {
+            "influence": found.influence(chosen, of=of or None, sample=sample or "auto", seed=seed)
+        }
+        for name in measure or ():
+            begin(f"measuring {name}")
+            tables[name] = _measured(found, name, chosen)
+        for write_file, file in ((found.save, save), (found.report, report)):
+            if file is not None:
+                begin(f"writing {file}")
+                write_file(file)
     if as_json:
-        files = {"out": out and str(out), "report": report and str(report)}
-        more_data = {"measures": {name: data(each, top) for name, each in tables.items()}}
-        write_json(_data(traced, loss, table, divided, top, flow, paths) | more_data | files)
+        files = {"save": save and str(save), "report": report and str(report)}
+        write_json(_data(found, tables, paths) | files)
         return
-    write(_summary(traced, loss))
-    write_influence(table, top)
-    write(f"Flow: {flow}")
-    forks = [divided.top(SHOWN_FORKS)] if divided.rows and "choices" not in tables else []
-    _write_tables([*forks, *paths], tables, top)
-    _name_files(out, report)
+    write(found)
+    for table in tables.values():
+        write_table(table, top)
+    for each in paths:
+        write(each)
+    for file in filter(None, (save, report)):
+        write(f"Written: {file}")
 
 
-def _write_tables(
-    first: Iterable[Choices | GradientPath], measures: Mapping[str, TextTable], top: int | None
-) -> None:
-    for each in first:
-        write_table(as_text(each))
-    for table in measures.values():
-        write_measure(table, top)
-
-
-def _name_files(out: Path | None, report: Path | None) -> None:
-    for what, file in (("trace", out), ("report", report)):
-        if file is not None:
-            write(f"The {what} is in {file}")
-
-
-def _write_files(
-    traced: Trace, out: Path | None, report: Path | None, begin: Callable[[str], None]
-) -> None:
-    from gradtrace.io.atomic_files import make_folder
-
-    for verb, make, file in (("saving", traced.save, out), ("writing", traced.report, report)):
-        if file is not None:
-            begin(f"{verb} {file}")
-            make_folder(file.parent)
-            make(file)
-
-
-def _divided(traced: Trace, of: list[str] | None, sample: int | None, seed: int) -> Choices:
-    """How paths divide at forks; none if that is too large to find."""
-    from gradtrace.tracing.choices import Choices
-
-    try:
-        return traced.choices(of=of or None, sample=sample, seed=seed)
-    except TooLarge:
-        return Choices(())
+def _measured(found: Trace, name: str, by: Any) -> Table:
+    if name in ("coverage", "norms"):
+        table: Table = getattr(found, name)()
+    else:
+        table = getattr(found, name)(by)
+    return table
 
 
 def element(text: str) -> tuple[str, tuple[int, ...] | None]:
-    """Parse ``weight[23,3]``, ``weight[23][3]`` or ``weight``: the name of a leaf, and an index."""
+    """Parse ``weight[23,3]``, ``weight[23][3]`` or ``weight``: the name of a leaf, and an index.
+
+    >>> element("embed.weight[23,3]"), element("bias")
+    (('embed.weight', (23, 3)), ('bias', None))
+    """
     found = re.fullmatch(r"(.*?)((?:\[[-\d\s,]*\])*)", text, flags=re.DOTALL)
     name, index = found.groups() if found else ("", "")
     if not name or name.endswith("]") or not re.fullmatch(r"[^\[\]]*", name):
@@ -184,138 +133,28 @@ def element(text: str) -> tuple[str, tuple[int, ...] | None]:
     return name, numbers if index else None
 
 
-# The function's return value ---------------------------------------------------------------------
-
-
-def watched_loss(
-    call: Callable[[], Any],
-    name: str,
-    known: Mapping[str, Any],
-    diagnose: bool = False,
-    numbers: bool = False,
-) -> tuple[Any, watch]:
-    """Call the function while watching all modules: the loss, and the watch that saw it.
-
-    With ``numbers`` the loss may be a float: all that is asked is what is wrong with it.
-    """
-
-    def read(value: Any) -> Any:
-        return value if numbers and isinstance(value, float) else _loss(value)
-
-    return watched_call(call, name, known, read, RETURNS, diagnose=diagnose)
-
-
-def watched_call(
-    call: Callable[[], Any],
-    name: str,
-    known: Mapping[str, Any],
-    read: Callable[[Any], Any],
-    returns: str,
-    *,
-    whole: Callable[[Any], Any] = lambda loss: loss,
-    diagnose: bool = False,
-) -> tuple[Any, watch]:
-    """Call a function while watching all modules: what ``read`` finds in the value that it returns
-    (None: nothing), and the watch. ``whole`` makes one loss of it, ``returns`` is what to return.
-    """
-    from gradtrace.tools.discovery import Discovery
-    from gradtrace.training.gradcheck import takes_model
-    from gradtrace.watch import watch
-
-    with Discovery(diagnose=diagnose) as discovery:
-        _, returned = without_optimizers(call())  # which only diagnose looks at
-    model, rest = _parted(returned, name, read, returns)
-    if (found := read(rest)) is not None:
-        discovery.resolve_names(whole(found), model, known)
-        return found, discovery
-    if model is None or not callable(rest):
-        raise GradtraceError(f"{name} returned {kind_of(returned)}; {returns}")
-    with watch(model, diagnose=diagnose) as watched:
-        later = rest(model) if takes_model(rest) else rest()
-    if (found := read(later)) is None:
-        raise GradtraceError(
-            f"the loss_fn that {name} returned gave {kind_of(later)}, not a loss; {returns}"
-        )
-    return found, watched
-
-
-def _parted(
-    returned: Any, name: str, read: Callable[[Any], Any], returns: str
-) -> tuple[nn.Module | None, Any]:
-    """Split a return value into the model, if there is one, and the rest."""
-    from torch import nn
-
-    if not isinstance(returned, (tuple, list)) or read(returned) is not None:
-        return None, returned
-    models = [part for part in returned if isinstance(part, nn.Module)]
-    rest = [part for part in returned if not isinstance(part, nn.Module)]
-    if len(models) != 1 or len(rest) != 1:
-        raise GradtraceError(f"{name} returned {kind_of(returned)}; {returns}")
-    return models[0], rest[0]
-
-
-def _loss(value: Any) -> Tensor | None:
-    """The tensor itself, or the ``loss`` of an output or a dict."""
-    from torch import Tensor, nn
-
-    if isinstance(value, Mapping) and "loss" in value:
-        value = value["loss"]
-    elif not isinstance(value, (Tensor, nn.Module)):
-        value = getattr(value, "loss", value)
-    return value if isinstance(value, Tensor) else None
-
-
-# Results -----------------------------------------------------------------------------------------
-
-
 def _path(traced: Trace, name: str, index: tuple[int, ...] | None) -> GradientPath:
     """The path of an element; without an index, the largest from any element of the leaf."""
-    if index is not None or traced.granularity == "operator":
-        return traced.path(name, index or ())
+    if index is not None:
+        return traced.path(name, index)
     best = traced.paths(name, k=1)
     if not best:
         raise GradtraceError(f"{name} has no path: every contribution to it is 0")
     return best[0]
 
 
-def _summary(traced: Trace, loss: Tensor) -> str:
-    """``Loss 3.912: 57 operators, 10 leaves of 2,458 elements``."""
-    leaves = traced.program.leaves
-    heading = f"Mean of {traced.pairs:,} losses" if traced.pairs > 1 else "Loss"
-    return (
-        f"{heading} {float(loss.detach().double().mean()):.4g}: {len(traced.program.blocks):,} "
-        f"operators, {len(leaves):,} leaves of {sum(x.tensor.numel() for x in leaves):,} elements"
-    )
-
-
-def _data(
-    traced: Trace,
-    loss: Tensor,
-    table: Influence,
-    divided: Choices,
-    top: int | None,
-    flow: str,
-    paths: list[GradientPath],
-) -> dict[str, Any]:
-    return {
-        "loss": loss.detach().double().reshape(-1).tolist(),
-        "rule": traced.rule,
-        "granularity": traced.granularity,
-        "operators": len(traced.program.blocks),
-        "leaves": {traced.names[x.value]: list(x.tensor.shape) for x in traced.program.leaves},
-        "weight": table.weight,
-        "influence": rows(table, top),
-        "choices": divided.shares,
-        "flow": flow,
-        "paths": [
-            {
-                "leaf": path.name,
-                "element": list(path.index),
-                "weight": path.weight,
-                "gradient": path.gradient,
-                "steps": as_text(path).to_dicts(),
-            }
-            for path in paths
-        ],
-        "notes": list(table.notes),
-    }
+def _data(traced: Trace, tables: Mapping[str, Table], paths: list[GradientPath]) -> dict[str, Any]:
+    """All that was found, for ``--json``."""
+    found: dict[str, Any] = {name: records(table) for name, table in tables.items()}
+    found["parameters"] = {name: list(each.shape) for name, each in traced.gradients.items()}
+    found["paths"] = [
+        {
+            "leaf": path.name,
+            "element": list(path.index),
+            "weight": path.weight,
+            "gradient": path.gradient,
+            "steps": records(path.table())["rows"],
+        }
+        for path in paths
+    ]
+    return {"loss": traced.loss, "rule": traced.rule, **found}
