@@ -1,4 +1,4 @@
-"""Shows which modules the gradient flows through in a PyTorch model.
+"""Find out why a PyTorch layer does not learn.
 
 >>> import torch, gradtrace as gt
 >>> model = torch.nn.Linear(3, 1)
@@ -15,29 +15,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradtrace import errors, semirings, testing
-    from gradtrace.api import backward, graph, program, trace
     from gradtrace.autodiff.labels import label
-    from gradtrace.report.saving import load
-    from gradtrace.semirings import SUM
+    from gradtrace.session import backward, graph, trace
     from gradtrace.training.ablation import ablate
     from gradtrace.training.dataset import decompose, influence
     from gradtrace.training.gradcheck import check
+    from gradtrace.training.load import load
     from gradtrace.training.monitor import Monitor
-    from gradtrace.watch import watch
+    from gradtrace.watching import diagnose, watch
 
-__all__ = [  # noqa: RUF022  # plainly sorted
+__all__ = [  # plainly sorted
     "Monitor",
-    "SUM",
     "ablate",
     "backward",
     "check",
     "decompose",
+    "diagnose",
     "errors",
     "graph",
     "influence",
     "label",
     "load",
-    "program",
     "semirings",
     "testing",
     "trace",
@@ -47,18 +45,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Monitor": "training.monitor",
-    "SUM": "semirings",
     "ablate": "training.ablation",
-    "backward": "api",
+    "backward": "session",
     "check": "training.gradcheck",
     "decompose": "training.dataset",
-    "graph": "api",
+    "diagnose": "watching",
+    "graph": "session",
     "influence": "training.dataset",
     "label": "autodiff.labels",
-    "load": "report.saving",
-    "program": "api",
-    "trace": "api",
-    "watch": "watch",
+    "load": "training.load",
+    "trace": "session",
+    "watch": "watching",
 }
 """Where the names above are made, of those that are no modules themselves."""
 
@@ -66,7 +63,6 @@ _HOMES = {
 _METHODS = {
     name: f"; it is a method of a watch: with gradtrace.watch(model) as watch: loss = ...; {call}"
     for name, call in {
-        "diagnose": "watch.diagnose(loss)",
         "conflicts": 'watch.conflicts({"ce": ce, "kl": kl})',
         "attribute": 'watch.attribute(logit, {"tokens": embedded})',
     }.items()
@@ -78,8 +74,7 @@ class _Package(ModuleType):
     """Names are found when they are first asked for.
 
     To import PyTorch takes seconds, which neither ``gradtrace --help`` nor the shell's completion
-    has. A function (``gradtrace.trace``) stands before the module of its name, whichever is
-    loaded first.
+    has.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -92,10 +87,6 @@ class _Package(ModuleType):
             raise AttributeError(f"module 'gradtrace' has no attribute {name!r}{how}")
         super().__setattr__(name, value)
         return value
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in _HOMES or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         dunders = {name for name in super().__dir__() if name.startswith("__")}

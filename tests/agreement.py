@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from programs import program
 from torch import Tensor
 
 import gradtrace
-from gradtrace.api import program
 from gradtrace.autodiff.backward import RECENT, gradient
 from gradtrace.autodiff.names import NameTable
 from gradtrace.ir import interpreter

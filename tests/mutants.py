@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gradtrace.runs import history
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.runs import history
 from gradtrace.training import run_report
 
 BLANK = b"0" * 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
+import programs
 import pytest
 import torch
 from agreement import assert_agree
@@ -36,11 +37,11 @@ def test_all_parameters_agree(watched: bool, name: str) -> None:
             with gradtrace.watch(model) as watch:
                 loss = loss_of(model)
             grads = watch.backward(loss)
-            program = watch.program(loss)
+            program = programs.of(watch)(loss)
         else:
             loss = loss_of(model)
             grads = gradtrace.backward(loss, names=dict(model.named_parameters()))
-            program = gradtrace.program(loss)
+            program = programs.program(loss)
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         leaves = list(named.values())
         wanted = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)

@@ -13,14 +13,14 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from gradtrace.cli.report import wait
+from gradtrace.runs import history
+from gradtrace.runs.writer import Writer
 from torch import nn
 
 import gradtrace as gt
-from gradtrace.cli.report import wait
 from gradtrace.io import atomic_files, container
 from gradtrace.io.atomic_files import BadFile
-from gradtrace.runs import history
-from gradtrace.runs.writer import Writer
 from gradtrace.training import run_report
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files of POSIX")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-ASKED: dict[str, Callable[..., Any]] = {"backward": gt.backward, "program": gt.program}
+ASKED: dict[str, Callable[..., Any]] = {"backward": gt.backward, "program": programs.program}
 both = pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
 
 
@@ -82,7 +83,7 @@ def test_a_cotangent_weighs_them() -> None:
     loss, weight = x.exp(), torch.randn(2, 3)
     (want,) = torch.autograd.grad(loss, x, weight, retain_graph=True)
     torch.testing.assert_close(gt.backward(loss, cotangent=weight)["leaf0"], want)
-    run = interpreter.run(gt.program(loss, cotangent=weight), gt.SUM)
+    run = interpreter.run(programs.program(loss, cotangent=weight), gt.SUM)
     torch.testing.assert_close(run[x], want)
     double = gt.backward(loss, cotangent=weight.double())["leaf0"]
     assert double.dtype is torch.float32
@@ -99,7 +100,7 @@ def test_wrong_cotangents(ask: Callable[..., Any]) -> None:
         ask(loss, cotangent=1.0)
 
 
-@pytest.mark.parametrize("ask", [gt.backward, gt.program, gt.graph])
+@pytest.mark.parametrize("ask", [gt.backward, programs.program, gt.graph])
 def test_no_graph(ask: Callable[..., Any]) -> None:
     x = leaf()
     with pytest.raises(NoGraph, match="it is a leaf itself"):
@@ -118,7 +119,7 @@ def test_no_graph(ask: Callable[..., Any]) -> None:
         ask(torch.tensor(3))
 
 
-@pytest.mark.parametrize("ask", [gt.backward, gt.program, gt.graph])
+@pytest.mark.parametrize("ask", [gt.backward, programs.program, gt.graph])
 @pytest.mark.parametrize("thing", [None, 1.0, {"loss": 1}, [torch.ones(1)], "loss"], ids=repr)
 def test_not_a_tensor(ask: Callable[..., Any], thing: object) -> None:
     with pytest.raises(NoGraph, match=rf"expected the loss tensor, got {type(thing).__name__}"):
@@ -136,7 +137,7 @@ def test_all_of_it_with_a_watch() -> None:
     net = Net()
     with gt.watch(net) as watch:
         out = net(torch.ones(2, 3))
-    for ask in (watch.backward, watch.program):
+    for ask in (watch.backward, programs.of(watch)):
         with pytest.raises(NotScalar):
             ask(out)
         with pytest.raises(NoGraph):
@@ -151,7 +152,7 @@ def test_all_of_it_with_a_watch() -> None:
 def test_a_freed_graph() -> None:
     watch, loss = watched(Net())
     loss.backward()
-    for ask in (watch.backward, watch.program):
+    for ask in (watch.backward, programs.of(watch)):
         with pytest.raises(FreedGraph, match=r"Backward0 \(in above\).*before loss\.backward\(\)"):
             ask(loss)
 
@@ -180,7 +181,7 @@ def test_an_optimizer_step_between() -> None:
     watch, loss = watched(net)
     loss.backward(retain_graph=True)
     torch.optim.SGD(net.parameters(), 0.1).step()
-    for ask in (watch.backward, watch.program):
+    for ask in (watch.backward, programs.of(watch)):
         with pytest.raises(
             FreedGraph, match=r"Backward0 \(in above\).*overwritten in place.*optimizer"
         ):
@@ -259,14 +260,14 @@ def test_complex_numbers_inside(f: Callable[[Tensor], Tensor]) -> None:
     loss = f(x).pow(2).sum()
     (want,) = torch.autograd.grad(loss, x, retain_graph=True)
     torch.testing.assert_close(gt.backward(loss)["leaf0"], want)
-    torch.testing.assert_close(interpreter.run(gt.program(loss), gt.SUM)[x], want)
+    torch.testing.assert_close(interpreter.run(programs.program(loss), gt.SUM)[x], want)
 
 
 def test_sparse_gradients() -> None:
     net = nn.ModuleDict({"embed": nn.Embedding(5, 3, sparse=True)})
     with gt.watch(net) as watch:
         loss = net["embed"](torch.tensor([1, 2, 1])).sum()
-    for ask in (watch.backward, watch.program):
+    for ask in (watch.backward, programs.of(watch)):
         with pytest.raises(Unsupported, match=r"EmbeddingBackward0 \(in embed\).*sparse=False"):
             ask(loss)
 
@@ -275,8 +276,8 @@ def test_too_large() -> None:
     net = Net(Apply(torch.linalg.matrix_exp))
     watch, loss = watched(net, 3, 3)
     with pytest.raises(TooLarge, match=r"\(in middle\).*dense_limit"):
-        watch.program(loss, dense_limit=4)
-    watch.program(loss)
+        programs.of(watch)(loss, dense_limit=4)
+    programs.of(watch)(loss)
 
 
 def test_too_deep() -> None:
@@ -333,7 +334,7 @@ def test_any_name_of_a_tied_leaf_will_do() -> None:
     assert every["b.weight"] is every["a.weight"]
 
 
-@pytest.mark.parametrize("ask", [gt.backward, gt.program, gt.graph])
+@pytest.mark.parametrize("ask", [gt.backward, programs.program, gt.graph])
 def test_names_of_what_is_no_leaf(ask: Callable[..., Any]) -> None:
     x = leaf(2)
     y = x * 2
@@ -415,7 +416,7 @@ def test_empty_tensors(f: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(0, 3, requires_grad=True)
     loss = f(x)
     assert gt.backward(loss)["leaf0"].shape == (0, 3)
-    run = interpreter.run(gt.program(loss), gt.SUM)
+    run = interpreter.run(programs.program(loss), gt.SUM)
     assert all(grad.shape == (0, 3) for grad in run.values())
 
 
@@ -423,7 +424,7 @@ def test_zero_dimensions() -> None:
     x = torch.tensor(3.0, requires_grad=True)
     loss = x * x + x
     assert float(gt.backward(loss)["leaf0"]) == 7.0
-    assert float(interpreter.run(gt.program(loss), gt.SUM)[x]) == 7.0
+    assert float(interpreter.run(programs.program(loss), gt.SUM)[x]) == 7.0
 
 
 def test_one_element_with_dimensions() -> None:
@@ -696,7 +697,7 @@ def test_exceptions_without_a_text(ask: Callable[..., Any]) -> None:
 def test_nested_tensors_without_a_common_shape() -> None:
     parts = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], requires_grad=True)
     loss = torch.nested.to_padded_tensor(parts * 2, 0.0).sum()
-    for ask in (gt.graph, gt.backward, gt.trace, gt.program):
+    for ask in (gt.graph, gt.backward, gt.trace, programs.program):
         with pytest.raises(Unsupported, match=r"works on nested tensors.*pad before") as caught:
             ask(loss)
         assert "file an issue" not in str(caught.value) and "variant" not in str(caught.value)
@@ -707,6 +708,6 @@ def test_intermediates_of_another_dtype() -> None:
     hidden = through(lambda grad: torch.tensor(grad.double().numpy() * 2))
     assert gt.backward(hidden, gt.semirings.MAX)["leaf0"].tolist() == [2.0, 4.0, 6.0]
     assert gt.trace(hidden).path("leaf0", 2).weight == 6.0
-    for ask in (gt.trace, gt.program):
+    for ask in (gt.trace, programs.program):
         with pytest.raises(NotLinear, match="is not linear in the gradient"):
             ask(through(lambda grad: grad.double() * grad.double().norm()))

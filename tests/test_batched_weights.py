@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from gradtrace.recording.aten_rules.call import BatchedWeights
 
 
 def recorded(loss: Tensor) -> Program:
-    return gt.program(loss, cotangent=torch.ones_like(loss))
+    return programs.program(loss, cotangent=torch.ones_like(loss))
 
 
 def tensors(program: Program) -> list[list[Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,7 +181,7 @@ def test_what_was_hoped_in_vain_is_recorded_again(
     x = torch.randn(4, requires_grad=True)
     loss = mish(x * 2)
     with Waits() as waits:
-        found = interpreter.run(gt.program(loss), gt.SUM)[x]
+        found = interpreter.run(programs.program(loss), gt.SUM)[x]
     torch.testing.assert_close(found, torch.autograd.grad(loss, x)[0])
     assert any("check" in place for place in waits.places)
 
@@ -194,7 +195,7 @@ def test_errors_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         with gt.watch(model) as watch:
             loss = model(torch.ones(2, 3)).sum()
         with pytest.raises(GradtraceError, match=r"MishBackward0 \(in 1\)") as error:
-            watch.program(loss, dense_limit=4)
+            programs.of(watch)(loss, dense_limit=4)
         texts.append(str(error.value))
     assert texts[0] == texts[1]
 
@@ -221,7 +222,7 @@ def test_code_of_the_users_runs_once(unwaiting: None, monkeypatch: pytest.Monkey
         wanted = torch.autograd.grad(loss, x, retain_graph=True)[0]
         for _ in range(calls.qsize()):
             calls.get_nowait()
-        found = interpreter.run(gt.program(loss), gt.SUM)[x]
+        found = interpreter.run(programs.program(loss), gt.SUM)[x]
         torch.testing.assert_close(found, wanted)
         assert [calls.get_nowait() for _ in range(calls.qsize())] == ["function", "hook"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import programs
 import pytest
 import torch
 from backends import ops
@@ -138,5 +139,5 @@ def test_a_leaf_without_dimensions_may_be_on_another_device(
     monkeypatch.setattr(
         record.ProgramRecorder, "_leaf", lambda self, _, *given: right(self, far, *given)
     )
-    (leaf,) = watch.program(loss).leaves
+    (leaf,) = programs.of(watch)(loss).leaves
     assert leaf.tensor is far and leaf.device is None

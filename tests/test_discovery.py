@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import programs
 import pytest
 import torch
+from gradtrace.tools.discovery import Discovery, outermost
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.tools.discovery import Discovery, outermost
 
 
 class Net(nn.Module):
@@ -33,7 +34,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def places(loss: Tensor, watch: gt.watch) -> list[tuple[str, str, int]]:
-    blocks = watch.program(loss).blocks
+    blocks = programs.of(watch)(loss).blocks
     return [(b.operator, b.place.module, b.place.call) for b in blocks]
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from backends import CPU, imitate_gpu
 from leaves import with_ids
+from programs import program
 from randomgraphs import build
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.api import program
 from gradtrace.ir.passes.tails import find_tails
 from gradtrace.ir.plan import Encoding, Form
 from gradtrace.ir.program import Program, Step

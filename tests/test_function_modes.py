@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from test_interrupts import CtrlC
@@ -150,7 +151,7 @@ def test_modes_are_back_after_an_error(kind: type[BaseException]) -> None:
 
     with Seen() as outer, torch.device("cpu"), Shifted() as inner:
         before = _get_current_function_mode_stack()
-        for ask in (gt.backward, gt.trace, gt.program):
+        for ask in (gt.backward, gt.trace, programs.program):
             hidden = BATCHES[0].clone().requires_grad_() * 2
             hidden.register_hook(raises)
             with pytest.raises((kind, gt.errors.GradtraceError)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ class Formula(torch.autograd.Function):
 def block_of(formula: Function, x: Tensor) -> tuple[Block, Program]:
     x = x.detach().requires_grad_()
     cotangent = torch.randn(x.shape, dtype=x.dtype)
-    program = gt.program(Formula.apply(x, formula), cotangent=cotangent)
+    program = programs.program(Formula.apply(x, formula), cotangent=cotangent)
     (block,) = program.blocks
     assert torch.equal(interpreter.run(program, SUM)[x], formula(cotangent))
     return block, program

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,12 @@ def check(loss: Tensor, leaves: dict[str, Tensor], watch: Any = None) -> None:
     want = wanted(loss, leaves)
     for found in (
         gt.backward(loss, names=leaves),
-        by_program(loss, leaves, gt.program(loss)),
-        *((watch.backward(loss), by_program(loss, leaves, watch.program(loss))) if watch else ()),
+        by_program(loss, leaves, programs.program(loss)),
+        *(
+            (watch.backward(loss), by_program(loss, leaves, programs.of(watch)(loss)))
+            if watch
+            else ()
+        ),
     ):
         assert set(found) == set(want)
         for name, grad in want.items():
@@ -259,7 +264,7 @@ def test_module_hooks(kind: str, inputs: bool) -> None:
         leaves["x"] = x
     want = wanted(loss, leaves)
     calls = seen.copy()
-    for ask in (watch.backward, watch.program, gt.backward, gt.program):
+    for ask in (watch.backward, programs.of(watch), gt.backward, programs.program):
         seen.clear()
         ask(loss)
         assert seen == calls
@@ -293,7 +298,7 @@ def test_a_reading_hook_is_called_once_a_pass() -> None:
     torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
     want = dict.fromkeys(["interior", "loss", "pre", "post", "leaf"], 1)
     assert counts == want
-    for ask in (gt.backward, gt.program, watch.backward, watch.program):
+    for ask in (gt.backward, programs.program, watch.backward, programs.of(watch)):
         counts.clear()
         ask(loss)
         assert counts == want
@@ -306,7 +311,7 @@ def test_a_reading_hook_on_a_formula_without_rules_is_called_once() -> None:
     y.register_hook(lambda grad: calls.append(1))
     loss = y.sum()
     check(loss, {"x": x})
-    for ask in (gt.backward, gt.program):
+    for ask in (gt.backward, programs.program):
         calls.clear()
         ask(loss)
         assert len(calls) == 1
@@ -346,7 +351,7 @@ def test_retain_grad() -> None:
     hidden.grad = None  # autograd.grad wrote on it
     for grad, ours in zip(want, watch.backward(loss).values()):
         torch.testing.assert_close(ours, grad)
-    watch.program(loss)
+    programs.of(watch)(loss)
     assert hidden.grad is None
 
 
@@ -364,7 +369,7 @@ def test_multi_grad_hook(where: str, mode: str) -> None:
     register_multi_grad_hook(tensors[where], lambda grads: None, mode=mode)  # type: ignore[arg-type]
     for found in (
         watch.backward(loss),
-        by_program(loss, net.leaves(), watch.program(loss)),
+        by_program(loss, net.leaves(), programs.of(watch)(loss)),
         gt.backward(loss, names=net.leaves()),
     ):
         for name, grad in want.items():
@@ -415,7 +420,7 @@ def test_a_hook_that_is_not_linear(hook: Callable[[Tensor], Tensor], where: str)
         torch.testing.assert_close(found[name], grad)
     place = "first.weight" if where == "leaf" else r"AddmmBackward0 \(in first\)"
     with pytest.raises(NotLinear, match=place):
-        watch.program(loss)
+        programs.of(watch)(loss)
 
 
 # None is missed -------------------------------------------------------------------------------
@@ -439,7 +444,7 @@ def test_orders_of_building_hooking_and_passes(asked: str) -> None:
     def gradient(loss: Tensor, x: Tensor) -> Tensor:
         if asked == "backward":
             return gt.backward(loss, names={"x": x})["x"]
-        return interpreter.run(gt.program(loss), gt.SUM)[x]
+        return interpreter.run(programs.program(loss), gt.SUM)[x]
 
     events = ("build a", "build b", "hook a", "hook b", "pass a", "pass b", "unhook a")
     for order in permutations(events):
@@ -572,7 +577,7 @@ def test_a_hook_that_fails() -> None:
 
     for tensor, match in ((y, "ExpBackward0.*my hook"), (x, r"leaf of shape \(3,\).*my hook")):
         handle = tensor.register_hook(fail)
-        for ask in (gt.backward, gt.program):
+        for ask in (gt.backward, programs.program):
             with pytest.raises(GradtraceError, match=match) as caught:
                 ask(loss)
             assert isinstance(caught.value.__cause__, ValueError)

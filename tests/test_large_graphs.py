@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import fresh
+import programs
 import pytest
 import torch
 from thorough import few
@@ -43,7 +44,7 @@ def test_many_operators(make, slope: float, schedule: str) -> None:
 @pytest.mark.parametrize(("make", "slope"), [(chain, -1.0), (branches, -float(MANY))])
 def test_many_operators_recorded(make, slope: float) -> None:
     loss, leaf = make(MANY)
-    found = interpreter.run(gradtrace.program(loss), gradtrace.SUM)
+    found = interpreter.run(programs.program(loss), gradtrace.SUM)
     assert found[leaf].tolist() == [slope, slope]
 
 
@@ -73,7 +74,7 @@ def freed():
         print("done")
 
 threading.stack_size(1 << 20)
-for what in (gradtrace.backward, gradtrace.program, gradtrace.graph):
+for what in (gradtrace.backward, programs.program, gradtrace.graph):
     thread = threading.Thread(target=walked, args=(what,))
     thread.start()
     thread.join()
@@ -103,7 +104,7 @@ def walked(loss):
     gradtrace.backward(loss)
 
 def recorded(loss):
-    interpreter.run(gradtrace.program(loss), gradtrace.SUM)
+    interpreter.run(programs.program(loss), gradtrace.SUM)
 
 def refused(loss):
     try:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def asked(loss: Tensor, leaves: Leaves) -> dict[str, Any]:
     found["viterbi"] = str(viterbi.influence("operators"))
     coarse = gt.trace(loss, names=leaves, granularity="operator")
     found["coarse"] = str(coarse.influence("operators"))
-    found["program"] = len(gt.program(loss, names=leaves).blocks)
+    found["program"] = len(programs.program(loss, names=leaves).blocks)
     return found
 
 
@@ -285,7 +286,7 @@ def test_what_cannot_be_followed_is_refused_with_advice(
             if make is not float8
             else gt.trace(loss, names=leaves)
         ),
-        lambda: gt.program(loss, names=leaves, cotangent=_ones(loss)),
+        lambda: programs.program(loss, names=leaves, cotangent=_ones(loss)),
         lambda: gt.backward(loss, gt.semirings.MAX, names=leaves, cotangent=_ones(loss)),
     ):
         with pytest.raises(Unsupported, match=REFUSED[make]):
@@ -347,7 +348,7 @@ def test_new_tensors_say_where_they_are() -> None:
 ASKED: dict[str, Callable[[Tensor, Leaves], object]] = {
     "backward": lambda loss, names: gt.backward(loss, names=names),
     "MAX": lambda loss, names: gt.backward(loss, gt.semirings.MAX, names=names),
-    "program": lambda loss, names: gt.program(loss, names=names),
+    "program": lambda loss, names: programs.program(loss, names=names),
     "trace": lambda loss, names: gt.trace(loss, names=names),
     "paths": lambda loss, names: gt.testing.enumerate_paths(loss, names=names),
 }

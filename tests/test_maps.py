@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,6 @@ from torch.autograd.functional import jacobian
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtrace.linops
-from gradtrace.errors import TooLarge
 from gradtrace.kernels import Reference
 from gradtrace.linops import (
     Around,
@@ -1008,7 +1008,7 @@ NORMALISED: dict[str, tuple[Callable[[Tensor], Tensor], Shape]] = {
 def test_rules_of_the_norms(name: str) -> None:
     f, shape = NORMALISED[name]
     x = maker(seed=2)(*shape).requires_grad_()
-    program = gradtrace.program(f(x), cotangent=maker(seed=3)(*shape))
+    program = programs.program(f(x), cotangent=maker(seed=3)(*shape))
     steps = program.maps
     found = [m for m in steps if isinstance(m, Normaliser)]
     assert len(found) == 1, steps

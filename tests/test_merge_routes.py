@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,6 @@ from oracle import matrix_of
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
-import gradtrace
 from gradtrace.ir import interpreter
 from gradtrace.ir.passes import merge_routes
 from gradtrace.ir.passes.merge_routes import NOTE
@@ -95,7 +95,7 @@ def most_routes(block: Block, program: Program) -> int:
 def record(f: Function, *inputs: Tensor) -> tuple[Program, list[Tensor]]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = f(*leaves)
-    return gradtrace.program(out, cotangent=tensor(*out.shape, seed=5)), leaves
+    return programs.program(out, cotangent=tensor(*out.shape, seed=5)), leaves
 
 
 # The operators -----------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class Formula(torch.autograd.Function):
 
 
 def block_of(formula: Function, x: Tensor) -> tuple[Block, Program]:
-    program = gradtrace.program(
+    program = programs.program(
         Formula.apply(x.detach().requires_grad_(), formula), cotangent=torch.ones_like(x)
     )
     assert len(program.blocks) == 1
@@ -404,7 +404,7 @@ def test_numbers_are_merged_in_the_precision_of_the_gradient() -> None:
     """BUG reconverge._dtype: numbers alone are merged in float32."""
     x = tensor(3).requires_grad_()
     out = Formula.apply(x, lambda g: g * 0.1 + g * 0.7)
-    found = interpreter.run(gradtrace.program(out, cotangent=torch.ones_like(x)), SUM)
+    found = interpreter.run(programs.program(out, cotangent=torch.ones_like(x)), SUM)
     torch.testing.assert_close(found[x], torch.full_like(x, 0.8), rtol=1e-12, atol=0)
 
 
@@ -497,7 +497,7 @@ def test_several_cotangents_of_one_operator_are_merged_apart() -> None:
     """Eigenvalues and eigenvectors both hand gradient on."""
     x = positive(3).requires_grad_()
     values, vectors = torch.linalg.eigh(x)
-    program = gradtrace.program((values * vectors.abs()).sum())
+    program = programs.program((values * vectors.abs()).sum())
     block = next(b for b in program.blocks if "Eigh" in b.operator)
     assert len(block.takes) == 2
     assert block.note == ""

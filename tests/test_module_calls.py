@@ -14,16 +14,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
+from gradtrace.tools.discovery import Discovery
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
 from gradtrace.pytorch import call_listeners, call_patches, module_calls
-from gradtrace.tools.discovery import Discovery
 
 
 @pytest.fixture(autouse=True)
@@ -174,9 +175,9 @@ def test_operators_belong_to_the_module(way: str, kind: str) -> None:
     assert found["CosBackward0"] == {("", 0)} and found["AddmmBackward0"] == {("first", 0)}
     for name in ("TanBackward0", "ExpBackward0"):
         assert found.get(name, {("part", 0)}) == {("part", 0)}
-    assert {b.place.module for b in watch.program(loss).blocks if b.operator == "SinBackward0"} == {
-        "part"
-    }
+    assert {
+        b.place.module for b in programs.of(watch)(loss).blocks if b.operator == "SinBackward0"
+    } == {"part"}
 
 
 @pytest.mark.parametrize("how", ["watch", "discovery", "monitor", "influence"])

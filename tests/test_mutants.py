@@ -12,13 +12,13 @@ from typing import Any
 import mutants
 import pytest
 import torch
+from gradtrace.runs import history
+from gradtrace.runs.writer import Writer
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container, schemas, strict_json, tuning
 from gradtrace.io.validation import SchemaMismatch
-from gradtrace.runs import history
-from gradtrace.runs.writer import Writer
 
 COUNT = {
     "trace": 40,

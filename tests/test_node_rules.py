@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -367,7 +368,7 @@ def followed(loss: Tensor, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     with monkeypatch.context() as patch:
         patch.setattr(FormulaRecorder, "follow", watched)
-        gradtrace.program(loss)
+        programs.program(loss)
     return seen
 
 
@@ -400,11 +401,11 @@ def test_a_row_gives_what_its_formula_gives(
     kinds = {operator.name for operator in gradtrace.graph(loss)}
     assert any(kind.startswith(f"{name}Backward") for kind in kinds)
     wanted = torch.autograd.grad(loss, leaves, retain_graph=True)
-    short = gradtrace.program(loss)
+    short = programs.program(loss)
     assert followed(loss, monkeypatch) <= GIVEN_UP.get((name, n), set())
     monkeypatch.setattr(node_rules, "NODES", {})
     monkeypatch.setattr(node_rules, "MULTI_OUTPUT_RULES", {})
-    watched = gradtrace.program(loss)
+    watched = programs.program(loss)
     assert_agree(interpreter.run(short, gradtrace.SUM), leaves, wanted)
     assert_agree({leaf.tensor: leaf.compute() for leaf in short.leaves}, leaves, wanted)
     assert_agree(interpreter.run(watched, gradtrace.SUM), leaves, wanted)
@@ -484,7 +485,7 @@ def test_a_row_asks_for_each_saved_value_once(name: str, n: int) -> None:
     leaves = [x.clone().requires_grad_() for x in inputs]
     loss = checkpoint(f, *leaves, use_reentrant=False).sum()
     wanted = differentiated(name, n, loss, leaves)
-    assert_agree(interpreter.run(gradtrace.program(loss), gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(programs.program(loss), gradtrace.SUM), leaves, wanted)
 
 
 @pytest.mark.parametrize("wanted", [(4,), (1, 4), (3, 1), (1, 1), (1,), (), (3, 4), (2, 3, 4)])
@@ -524,7 +525,7 @@ def test_nodes_that_are_alike_share_their_maps() -> None:
     for _ in range(2):
         loss = loss.transpose(0, -1).flatten(1).view(4, 3, 2).permute(-1, 1, 0)
     maps: dict[str, list[object]] = {}
-    program = gradtrace.program(loss.sum())
+    program = programs.program(loss.sum())
     for block in program.blocks[1:]:
         maps.setdefault(block.operator, []).append(program.maps.of(block.steps[0])[0])
     assert {"TransposeBackward0", "PermuteBackward0"} <= set(maps)
@@ -545,9 +546,9 @@ def test_rows_with_infinite_cotangents(
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = f(*leaves)
     loss = (out.reshape(-1) * torch.tensor([bad] + [1.0] * (out.numel() - 1))).sum()
-    short = gradtrace.program(loss)
+    short = programs.program(loss)
     monkeypatch.setattr(node_rules, "NODES", {})
-    watched = gradtrace.program(loss)
+    watched = programs.program(loss)
     for one, other in zip(short.leaves, watched.leaves, strict=True):
         torch.testing.assert_close(one.compute(), other.compute(), rtol=0, atol=0, equal_nan=True)
 
@@ -555,7 +556,7 @@ def test_rows_with_infinite_cotangents(
 def test_a_split_of_which_only_a_part_is_used() -> None:
     x = torch.arange(10.0).requires_grad_()
     loss = (x.split([2, 3, 5])[1] ** 2).sum()
-    program = gradtrace.program(loss)
+    program = programs.program(loss)
     (slot,) = program.maps.of(program.blocks[-1].steps[0])
     assert (slot.in_shape, slot.out_shape) == ((3,), (10,))
     found = interpreter.run(program, gradtrace.SUM)[x]
@@ -566,7 +567,7 @@ def test_one_tensor_for_several_outputs() -> None:
     """The cotangents of both parts are one and the same tensor."""
     x = torch.arange(4.0).requires_grad_()
     first, second = x.chunk(2)
-    found = interpreter.run(gradtrace.program((first + second).sum()), gradtrace.SUM)[x]
+    found = interpreter.run(programs.program((first + second).sum()), gradtrace.SUM)[x]
     assert found.tolist() == [1, 1, 1, 1]
 
 
@@ -581,7 +582,7 @@ def test_a_number_is_told_from_a_tensor() -> None:
     tensors.append(x.double() * torch.tensor(2.5, dtype=torch.float64))
     for y, told in [(y, True) for y in numbers] + [(y, False) for y in tensors]:
         assert is_number(y.grad_fn._saved_other) is told  # type: ignore[union-attr]
-    (map_,) = gradtrace.program(x * 0.1, cotangent=torch.ones(2)).maps
+    (map_,) = programs.program(x * 0.1, cotangent=torch.ones(2)).maps
     assert map_.weight == 0.1  # type: ignore[attr-defined]
 
 
@@ -589,21 +590,21 @@ def test_hooks_are_looked_for_before_rows_are() -> None:
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     y.register_hook(lambda grad: grad * 10)  # type: ignore[no-untyped-call]
-    found = interpreter.run(gradtrace.program((y + 1).sum()), gradtrace.SUM)[x]
+    found = interpreter.run(programs.program((y + 1).sum()), gradtrace.SUM)[x]
     assert found.tolist() == [20, 20, 20]
 
 
 def test_sparse_cotangents_are_refused() -> None:
     table = torch.randn(5, 3, requires_grad=True)
     with pytest.raises(Unsupported, match="sparse=False"):
-        gradtrace.program(F.embedding(words, table, sparse=True).sum())
+        programs.program(F.embedding(words, table, sparse=True).sum())
 
 
 def test_sparse_factors_are_refused() -> None:
     x = torch.ones(2, 2, requires_grad=True)
     loss = torch.sparse.sum(x * torch.eye(2).to_sparse())
     with pytest.raises(Unsupported, match=r"layout torch.sparse_coo|sparse"):
-        gradtrace.program(loss)
+        programs.program(loss)
 
 
 def test_formulas_are_the_calls_that_pytorch_makes() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import programs
 import pytest
 import torch
 from architectures import ARCHITECTURES
@@ -612,7 +613,7 @@ def test_leaves_are_what_autograd_gives() -> None:
     w = torch.ones(3, requires_grad=True)
     for _ in range(200):
         y = torch.tanh(y * w)
-    program = gradtrace.program(y.sum())
+    program = programs.program(y.sum())
     size = measure(program)
     grads = torch.autograd.grad(y.sum(), [x, w])
     known = {leaf.tensor: size[leaf.value].norm for leaf in program.leaves}

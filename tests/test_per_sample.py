@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -239,7 +240,7 @@ def test_batch_norm_in_training_is_traced_pair_by_pair(rule: str) -> None:
 
 
 def program_of(watch: gt.watch, loss: Tensor) -> Program:
-    return watch.program(loss, cotangent=torch.ones_like(loss))
+    return programs.of(watch)(loss, cotangent=torch.ones_like(loss))
 
 
 def module_of_mixed(program: Program, pairs: Pairs) -> set[str]:

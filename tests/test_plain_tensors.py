@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import against_bruteforce
+import programs
 import pytest
 import torch
 from bruteforce import ScalarGraph
@@ -187,7 +188,7 @@ def test_wrapper_subclasses_are_refused_clearly(kind: str) -> None:
         lambda: gt.backward(loss, gt.semirings.MAX, names=leaves),
         lambda: gt.trace(loss, names=leaves),
         lambda: gt.trace(loss, names=leaves, granularity="operator"),
-        lambda: gt.program(loss, names=leaves),
+        lambda: programs.program(loss, names=leaves),
     ):
         with pytest.raises(Unsupported, match=r"is a \w+ \(.*\): its elements are behind code"):
             ask()

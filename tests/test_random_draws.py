@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gradtrace.distributed.checkpoint import PartialResult, pooled
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import gradtrace as gt
-from gradtrace.distributed.checkpoint import PartialResult, pooled
 from gradtrace.errors import GradtraceError
 from gradtrace.io import container
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import programs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def test_memory_is_bounded() -> None:
     y = x
     for _ in range(100):
         y = y.tanh()
-    program = gt.program(y.sum(), names={"x": x})
+    program = programs.program(y.sum(), names={"x": x})
     values = RecomputedValues(program, program.seed, gradient_of, 80_000)
     most = 0
     for step in reversed(list(program.steps())):

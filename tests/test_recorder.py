@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -202,7 +203,7 @@ def test_formula(name: str) -> None:
     assert wanted[0].any()
     for way in WAYS.values():
         assert_agree(way(loss), [x], wanted)
-    program = gradtrace.program(loss)
+    program = programs.program(loss)
     block = next(b for b in program.blocks if b.operator == "FunctionBackward")
     maps = [map_ for step in block.steps for map_ in program.maps.of(step)]
     merged = (isinstance(m, (Dense, Sparse)) or getattr(m, "spec", "") == BATCHED for m in maps)
@@ -228,7 +229,7 @@ def test_formulas_that_are_not_linear_are_refused(f: Formula) -> None:
     x = torch.zeros(3, 4, dtype=torch.float64, requires_grad=True)
     loss = follow(f, x)
     with pytest.raises(NotLinear, match="FunctionBackward"):
-        gradtrace.program(loss)
+        programs.program(loss)
     assert_agree(WAYS["fast"](loss), [x], torch.autograd.grad(loss, [x], retain_graph=True))
 
 
@@ -328,7 +329,7 @@ def test_edges_of_a_formula_written_in_parts() -> None:
 def test_division_by_whole_numbers_keeps_all_digits() -> None:
     """``amax`` shares its gradient among equal maxima: g / 3, in float64."""
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    found = interpreter.run(gradtrace.program(x.amax()), gradtrace.SUM)[x]
+    found = interpreter.run(programs.program(x.amax()), gradtrace.SUM)[x]
     assert torch.equal(found, torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
@@ -344,7 +345,7 @@ def test_one_tensor_handed_to_two_outputs_of_a_function_is_two_values() -> None:
 
     x = torch.tensor([1.0], requires_grad=True)
     one, two = Pair.apply(x)
-    program = gradtrace.program((one + two).sum())  # the sum hands one tensor to both
+    program = programs.program((one + two).sum())  # the sum hands one tensor to both
     assert float(interpreter.run(program, gradtrace.semirings.COUNT)[x]) == 2
     assert float(interpreter.run(program, gradtrace.semirings.MAX)[x]) == 3
 
@@ -356,7 +357,7 @@ def test_what_is_handed_on_is_a_value_of_its_own() -> None:
     y = x.clone()
     y.select(0, 0).add_(w)
     loss = y.sum()
-    for block in gradtrace.program(loss).blocks:
+    for block in programs.program(loss).blocks:
         inside = {term.value for step in block.steps for term in step.terms}
         assert not inside & set(block.gives.values()), block.operator
     path = gradtrace.trace(loss, names={"x": x, "w": w}).path("x", 0)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import programs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -906,7 +907,7 @@ DEPTHS: dict[str, tuple[Semiring, tuple[float, ...]]] = {
 
 def test_a_deep_chain() -> None:
     x, loss = repeated([0.5] * DEEP)
-    program = gradtrace.program(loss, names={"x": x})
+    program = programs.program(loss, names={"x": x})
     for name, (semiring, wanted) in DEPTHS.items():
         found = parts_of(run(program, semiring)[x])
         assert tuple(float(part) for part in found) == wanted, name
@@ -989,7 +990,7 @@ def test_a_thousand_layers(kind: str) -> None:
         most = (matrix.abs().log2() + most.unsqueeze(1)).amax(0)
         there = (matrix != 0).tolist()
         count = [sum(c for c, row in zip(count, there) if row[j]) for j in range(20)]
-    program = gradtrace.program(loss, names={"x": x})
+    program = programs.program(loss, names={"x": x})
     found = run(program, Max(log=True))[x]
     torch.testing.assert_close(found, most, rtol=0, atol=1e-3)
     assert float(found.max()) < -1500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import programs
 import pytest
 import torch
 from test_plain_tensors import check_all
@@ -93,7 +94,7 @@ def test_a_graph_network(kind: str) -> None:
 
 def program_is_small(loss: Tensor, most: int) -> None:
     """No matrix is written out, and no step has more elements than that."""
-    program = gt.program(loss, dense_limit=0)
+    program = programs.program(loss, dense_limit=0)
     for map_ in program.maps:
         assert not isinstance(map_, Dense)
         assert max(map_.inputs, map_.outputs) <= most

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,7 +120,7 @@ def test_recording_does_work_for_the_pairs_alone(name: str) -> None:
     loss = (out * numbers(*out.shape, seed=1)).sum()
     size = sum(x.numel() for x in (out, *leaves))
     pairs = gt.graph(loss).scalar_edges
-    assert work(lambda: gt.program(loss)) < OFTEN.get(name, 6) * (pairs + size)
+    assert work(lambda: programs.program(loss)) < OFTEN.get(name, 6) * (pairs + size)
 
 
 POWERS = (0.5, 1, 1.5, 2, 3, float("inf"))
@@ -230,7 +231,7 @@ def test_products_on_both_sides_stay_products(name: str) -> None:
         found = gt.backward(f(x), semiring, names={"x": x}, cotangent=seed)
         assert not found.notes
         torch.testing.assert_close(found["x"].double(), value, rtol=1e-6, atol=1e-12)
-    maps = gt.program(f(x), cotangent=seed).maps
+    maps = programs.program(f(x), cotangent=seed).maps
     held = [getattr(m, part) for m in maps for part in m.tensors()]
     largest = max(t.numel() for t in held if isinstance(t, Tensor))
     assert (largest <= x.numel()) == apart

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ def modules_of(watch: Any, loss: Tensor) -> dict[str, list[str]]:
     for o in watch.graph(loss):
         if o.leaf is None:
             found.setdefault(o.name, []).append(o.module)
-    blocks = [(b.operator, b.place.module) for b in watch.program(loss).blocks]
+    blocks = [(b.operator, b.place.module) for b in programs.of(watch)(loss).blocks]
     listed = sorted((name, module) for name, modules in found.items() for module in modules)
     assert sorted(blocks) == listed
     return {name: sorted(modules) for name, modules in found.items()}

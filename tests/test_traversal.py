@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,7 +164,7 @@ def test_schedules_by_name() -> None:
         schedule("bfs")
 
 
-@pytest.mark.parametrize("ask", [gradtrace.backward, gradtrace.program])
+@pytest.mark.parametrize("ask", [gradtrace.backward, programs.program])
 def test_an_unknown_schedule_is_named(ask: Callable[..., Any]) -> None:
     x = torch.tensor(2.0, requires_grad=True)
     with pytest.raises(UnknownName, match="no schedule 'dfs'"):
@@ -268,8 +269,8 @@ def test_without_sharing_schedules_agree_to_the_bit(make: Callable[[], Made]) ->
 @pytest.mark.parametrize("order", SCHEDULES)
 def test_programs_hold_the_same_operators(make: Callable[[], Made], order: str) -> None:
     loss, _ = make()
-    found = gradtrace.program(loss, schedule=order)
-    wanted = gradtrace.program(loss)
+    found = programs.program(loss, schedule=order)
+    wanted = programs.program(loss)
     assert sorted(b.operator for b in found.blocks) == sorted(b.operator for b in wanted.blocks)
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+import programs
 import pytest
 import torch
 from torch import Tensor, nn
@@ -591,7 +592,7 @@ def test_a_monitor_says_nothing_where_there_are_no_hooks() -> None:
     assert record.notes == ()
 
 
-@pytest.mark.parametrize("look", [gt.trace, gt.backward, gt.program])
+@pytest.mark.parametrize("look", [gt.trace, gt.backward, programs.program])
 @pytest.mark.parametrize("mode", ["any", "all"])
 def test_a_hook_on_several_tensors_runs_once_a_pass(mode: str, look: Any) -> None:
     first, last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 1)

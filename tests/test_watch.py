@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ def check(watch: Any, loss: Tensor, leaves: dict[str, Tensor]) -> None:
     for name, grad in present.items():
         assert found[name].dtype is grad.dtype
         assert_close(found[name], grad)
-    run = interpreter.run(watch.program(loss), gt.SUM)
+    run = interpreter.run(programs.of(watch)(loss), gt.SUM)
     assert {id(leaf) for leaf in run} == {id(leaves[name]) for name in present}
     for name, grad in present.items():
         assert_close(run[leaves[name]], grad)
@@ -571,7 +572,7 @@ def test_a_loss_compiled_outside_is_refused() -> None:
     compiled = torch.compile(lambda x: model(x).tanh().sum(), backend="aot_eager")
     loss = compiled(torch.randn(2, 4))
     assert loss.grad_fn.name().startswith("CompiledFunction")
-    for ask in (gt.backward, gt.program):
+    for ask in (gt.backward, programs.program):
         with pytest.raises(Unsupported, match=r"CompiledFunctionBackward .*gradtrace\.watch"):
             ask(loss)
     assert model.weight.grad is None
@@ -666,7 +667,7 @@ def test_checkpoint() -> None:
     assert model.counts() == [1, 1]
     watch.backward(loss)
     assert model.counts() == [2, 2]
-    watch.program(loss)
+    programs.of(watch)(loss)
     assert model.counts() == [3, 3]
     check(watch, loss, leaves_of(model))
     assert made_by(watch, loss, "SinBackward0") == [("blocks.0", 0), ("blocks.1", 0)]
@@ -680,7 +681,7 @@ def test_backward_inside_the_block_disturbs_no_counts(way: str) -> None:
         if way == "ours":
             watch.backward(first)
         elif way == "program":
-            watch.program(first)
+            programs.of(watch)(first)
         else:
             torch.autograd.grad(first, list(model.parameters()), retain_graph=True)
         between = first.exp()
@@ -792,7 +793,7 @@ def test_reentrant_checkpoint_is_refused() -> None:
     model = nn.ModuleDict({"r": Reentrant()})
     with gt.watch(model) as watch:
         loss = model["r"](torch.randn(3, 4, requires_grad=True)).sum()
-    for ask in (watch.backward, watch.program):
+    for ask in (watch.backward, programs.of(watch)):
         with pytest.raises(
             Unsupported, match=r"CheckpointFunctionBackward \(in r\).*use_reentrant=False"
         ):
@@ -816,7 +817,7 @@ def test_autocast(inside: bool) -> None:
     for (name, grad), want in zip(found.items(), wanted):
         assert name in leaves and grad.dtype is want.dtype
         torch.testing.assert_close(grad, want, rtol=0, atol=0)
-    run = interpreter.run(watch.program(loss), gt.SUM)
+    run = interpreter.run(programs.of(watch)(loss), gt.SUM)
     for leaf, want in zip(leaves.values(), wanted):  # rounded elsewhere, to 8 bits
         torch.testing.assert_close(run[leaf], want, rtol=0, atol=0.02 * float(want.abs().amax()))
     assert made_by(watch, loss, "AddmmBackward0") == [("0", 0), ("3", 0)]
@@ -1038,7 +1039,7 @@ def test_a_function_that_returns_the_wrong_number() -> None:
     model = nn.ModuleDict({"custom": Custom(lambda a, b, c: Wrong.apply(a, b) * c)})
     with gt.watch(model) as watch:
         loss = model["custom"]().sum()
-    for ask in (watch.backward, watch.program):
+    for ask in (watch.backward, programs.of(watch)):
         with pytest.raises(Unsupported, match=r"WrongBackward \(in custom\).*2 gradients"):
             ask(loss)
 
@@ -1066,7 +1067,7 @@ def test_the_graph_can_be_used_again() -> None:
     with gt.watch(model) as watch:
         loss = model(torch.randn(2, 4)).sum()
     first, second = watch.backward(loss), watch.backward(loss)
-    program = watch.program(loss)
+    program = programs.of(watch)(loss)
     loss.backward()
     run = interpreter.run(program, gt.SUM)
     for name, p in model.named_parameters():

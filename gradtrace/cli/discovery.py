@@ -13,7 +13,7 @@ from gradtrace.autodiff.names import ModuleCall, NameTable, first_number, unused
 from gradtrace.diagnosis import Subject
 from gradtrace.pytorch.module_calls import listen_to_all
 from gradtrace.pytorch.wrapped_modules import join, named_modules, named_parameters, unwrapped
-from gradtrace.watch import Noted, watch
+from gradtrace.watching import Noted, watch
 
 
 class Discovery(watch):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradtrace.diagnosis import Diagnosis, Reason
 from gradtrace.traced import Trace
-from gradtrace.watch import watch
+from gradtrace.watching import watch
 
 VIEWS = ("first", "second", "third", "last")
 WORDS, CLASSES = 16, 4

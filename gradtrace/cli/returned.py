@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from gradtrace.watch import watch
+    from gradtrace.watching import watch
 
 LOSS = "return a loss, a model and its loss, or (model, loss_fn)"
 PARTS = "return (model, loss_fn, loader), where loss_fn(model, batch) gives a loss"
@@ -40,7 +40,7 @@ def watched(
     that is asked is what is wrong with it.
     """
     from gradtrace.cli.discovery import Discovery
-    from gradtrace.watch import watch
+    from gradtrace.watching import watch
 
     with Discovery(diagnose=diagnose) as discovery:
         returned = call()

@@ -1,7 +1,6 @@
 """Checkpoints made while kernels are composed: they are composed when they are computed again.
 
-A watch composes attention and LSTMs in the forward pass, and what it was asked to open. What a
-non-reentrant checkpoint left out is computed in the backward pass, when the watch is closed. Fused
+A watch composes attention and LSTMs in the forward pass. What a non-reentrant checkpoint left out is computed in the backward pass, when the watch is closed. Fused
 kernels would save other tensors than composed ones, which ``torch.utils.checkpoint`` refuses.
 """
 
@@ -14,7 +13,6 @@ from torch.utils import checkpoint
 
 from gradtrace.pytorch import composed_lstm
 from gradtrace.pytorch.global_switches import COMPOSED, Change, Switch
-from gradtrace.pytorch.opened import open_names, opened
 
 _FRAME: Any = vars(checkpoint)["_CheckpointFrame"]
 
@@ -23,10 +21,8 @@ class _ComposedFrame(_FRAME):  # type: ignore[misc]
     """A part of a graph to compute again, with the kernels of the first time."""
 
     def __init__(self, recompute: Callable[..., None], *given: Any, **named: Any) -> None:
-        names = open_names()
-
         def composed(*args: Any) -> None:
-            with composed_lstm.composed(), COMPOSED(), opened(names):
+            with composed_lstm.composed(), COMPOSED():
                 recompute(*args)
 
         super().__init__(composed, *given, **named)

@@ -1,4 +1,4 @@
-"""``watch``: records which module call made each operator of a model's forward pass."""
+"""``watch``: records which module call made each operator of a forward pass; ``diagnose``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ from gradtrace.pytorch.global_switches import COMPOSED, eager
 from gradtrace.pytorch.module_calls import Listener
 from gradtrace.pytorch.module_tree import ModuleTree
 from gradtrace.pytorch.nested import tensors_in
-from gradtrace.pytorch.opened import checked, opened
 from gradtrace.pytorch.wrapped_modules import (
     join,
     named_modules,
@@ -61,6 +60,9 @@ W = TypeVar("W", bound="watch")
 
 MAX_MOVES = 1_000
 """How often modules may change places in a loss so that it is told; an open watch forgets more."""
+
+NO_BATCH = object()
+"""In place of a batch where ``loss_fn`` takes the model alone."""
 
 UNASKED_OPERATIONS = 5_000
 """How many operations a watch records for ``diagnose`` if it was not told whether to."""
@@ -84,17 +86,13 @@ class watch(Session, Listener):
             False records nothing, which saves some 0.25 ms an operation.
         names: ``{name: tensor}`` for inputs that require grad, which are leaf0, leaf1, ...
             otherwise.
-        open: Operators to compute by elementary ones on this thread: "softmax", "log_softmax",
-            "layer_norm", "rms_norm", "group_norm", "batch_norm". Gradients stay as they are, up to
-            rounding; paths do not, since each piece is an operator. See docs/measures.md.
 
     >>> import torch, gradtrace as gt
-    >>> scores = torch.nn.Softmax(-1)
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> with gt.watch(scores, open=["softmax"], names={"x": x}) as watch:
-    ...     first = scores(x)[0]
-    >>> watch.backward(first, gt.semirings.COUNT)["x"].tolist()  # fused: one each
-    [2.0, 1.0, 1.0]
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> with gt.watch(model) as watch:
+    ...     loss = model(torch.tensor([3.0, 4.0])).sum()
+    >>> watch.backward(loss)
+    {'weight': tensor([[3., 4.]])}
     """
 
     _frames = 3  # no function around the method
@@ -106,7 +104,6 @@ class watch(Session, Listener):
         composed: bool = True,
         diagnose: bool | None = None,
         names: Mapping[str, Tensor] | None = None,
-        open: Sequence[str] = (),
     ) -> None:
         if not isinstance(model, nn.Module):
             raise GradtraceError(
@@ -116,11 +113,6 @@ class watch(Session, Listener):
         super().__init__(names)
         self.model: nn.Module = model
         self.composed = composed
-        self._open = checked(open)
-        if self._open and not composed:
-            raise GradtraceError(
-                "watch opens operators in a pass with composed kernels only; leave composed=True"
-            )
         self._diagnosed = bool(diagnose)
         self._record: ForwardRecord | None = None
         if diagnose is not False:
@@ -160,7 +152,6 @@ class watch(Session, Listener):
                 for tensor, _ in self.name_table.leaves.values():
                     self._record.make(tensor)
                 self._contexts.enter_context(ForwardRecorder(self._record, self._innermost))
-            self._contexts.enter_context(opened(self._open))
             self._contexts.enter_context(_counted())
             self._hooks.refresh()
             self.name_table.enter(next_sequence(), NO_MODULE)
@@ -399,7 +390,7 @@ class watch(Session, Listener):
         return replace(subject, cut_short=short)
 
     def _again(self) -> watch:
-        return watch(self.model, composed=self.composed, open=self._open)
+        return watch(self.model, composed=self.composed)
 
     def _classes(self) -> dict[str, str]:
         return {name: user_class(module).__name__ for name, module in named_modules(self.model)}
@@ -448,3 +439,42 @@ def _counted() -> Iterator[None]:
         yield
     finally:
         _OPEN.watches -= 1
+
+
+def diagnose(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    *,
+    batch: Any = NO_BATCH,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> Diagnosis:
+    """Why does this model not learn? What is wrong with a loss and its gradient, worst first.
+
+    The loss is computed once, watched, and nothing is written on the model, ``.grad`` or the
+    optimiser. In a training loop of your own: ``watch.diagnose(loss)``.
+
+    Args:
+        model: The model; its parameters that require grad are judged.
+        loss_fn: ``loss_fn(model)`` returns the loss, or ``loss_fn(model, batch)`` with a batch.
+        batch: What ``loss_fn`` is called with, beside the model.
+        optimizer: What moves the parameters, one or several: parameters that it does not have and
+            learning rates of 0 are findings, too.
+
+    Returns:
+        The findings, with the lines to change; ``print`` it to read it.
+
+    >>> import torch, gradtrace as gt
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    >>> found = gt.diagnose(model, lambda model: model[1](model[0](torch.ones(2, 3)).detach()).sum())
+    >>> found.healthy, [each.parameter for each in found.silent]
+    (False, ['0.weight', '0.bias'])
+    """
+    given = () if batch is NO_BATCH else (batch,)
+    with watch(model, diagnose=True) as watched:
+        loss = loss_fn(model, *given)
+    if not isinstance(loss, (Tensor, float)):
+        raise GradtraceError(
+            f"loss_fn returned {type(loss).__name__}, not a loss: return the tensor on which "
+            "training calls backward()"
+        )
+    return watched.diagnose(loss, optimizer=optimizer)

@@ -1,1 +1,0 @@
-"""Ablation, numerical gradient checks, self-test, the catalogue of operators, users' scripts."""
