@@ -465,7 +465,8 @@ def diagnose(
 
     >>> import torch, gradtrace as gt
     >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
-    >>> found = gt.diagnose(model, lambda model: model[1](model[0](torch.ones(2, 3)).detach()).sum())
+    >>> loss_fn = lambda model: model[1](model[0](torch.ones(2, 3)).detach()).sum()
+    >>> found = gt.diagnose(model, loss_fn)
     >>> found.healthy, [each.parameter for each in found.silent]
     (False, ['0.weight', '0.bias'])
     """

@@ -21,7 +21,7 @@ def fast(loss: Tensor) -> dict[Tensor, Tensor]:
 
 def recorded(loss: Tensor) -> dict[Tensor, Tensor]:
     """Every leaf's gradient by recording the backward program and running it in SUM."""
-    return interpreter.run(program(loss), gradtrace.SUM)
+    return interpreter.run(program(loss), gradtrace.semirings.SUM)
 
 
 WAYS = {"fast": fast, "recorded": recorded}

@@ -361,7 +361,7 @@ def check_architecture(name: str, device: torch.device = DEVICE, paths: int = 40
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     leaves = list(named.values())
     wanted = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    assert_agree(interpreter.run(trace.program, gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(trace.program, gradtrace.semirings.SUM), leaves, wanted)
     ours = {named[name]: grad for name, grad in trace.gradients.items() if name in named}
     assert_agree(ours, leaves, wanted)
     return Checked(assert_equal(trace, paths), [])

@@ -201,7 +201,7 @@ def make_incidents(folder: Path) -> list[bytes]:
 def read_incident(blob: bytes, folder: Path) -> None:
     path = folder / "file.gradtrace"
     path.write_bytes(blob)
-    found = gt.load_incident(path)
+    found = gt.load(path)
     assert all(line.isprintable() for line in str(found).splitlines()), str(found)
     found.to_dict(), repr(found.batch)
     found.load_into(nn.Sequential(nn.Linear(3, 2), nn.Tanh()))

@@ -83,7 +83,7 @@ def test_a_cotangent_weighs_them() -> None:
     loss, weight = x.exp(), torch.randn(2, 3)
     (want,) = torch.autograd.grad(loss, x, weight, retain_graph=True)
     torch.testing.assert_close(gt.backward(loss, cotangent=weight)["leaf0"], want)
-    run = interpreter.run(programs.program(loss, cotangent=weight), gt.SUM)
+    run = interpreter.run(programs.program(loss, cotangent=weight), gt.semirings.SUM)
     torch.testing.assert_close(run[x], want)
     double = gt.backward(loss, cotangent=weight.double())["leaf0"]
     assert double.dtype is torch.float32
@@ -260,7 +260,7 @@ def test_complex_numbers_inside(f: Callable[[Tensor], Tensor]) -> None:
     loss = f(x).pow(2).sum()
     (want,) = torch.autograd.grad(loss, x, retain_graph=True)
     torch.testing.assert_close(gt.backward(loss)["leaf0"], want)
-    torch.testing.assert_close(interpreter.run(programs.program(loss), gt.SUM)[x], want)
+    torch.testing.assert_close(interpreter.run(programs.program(loss), gt.semirings.SUM)[x], want)
 
 
 def test_sparse_gradients() -> None:
@@ -416,7 +416,7 @@ def test_empty_tensors(f: Callable[[Tensor], Tensor]) -> None:
     x = torch.ones(0, 3, requires_grad=True)
     loss = f(x)
     assert gt.backward(loss)["leaf0"].shape == (0, 3)
-    run = interpreter.run(programs.program(loss), gt.SUM)
+    run = interpreter.run(programs.program(loss), gt.semirings.SUM)
     assert all(grad.shape == (0, 3) for grad in run.values())
 
 
@@ -424,7 +424,7 @@ def test_zero_dimensions() -> None:
     x = torch.tensor(3.0, requires_grad=True)
     loss = x * x + x
     assert float(gt.backward(loss)["leaf0"]) == 7.0
-    assert float(interpreter.run(programs.program(loss), gt.SUM)[x]) == 7.0
+    assert float(interpreter.run(programs.program(loss), gt.semirings.SUM)[x]) == 7.0
 
 
 def test_one_element_with_dimensions() -> None:

@@ -181,7 +181,7 @@ def test_what_was_hoped_in_vain_is_recorded_again(
     x = torch.randn(4, requires_grad=True)
     loss = mish(x * 2)
     with Waits() as waits:
-        found = interpreter.run(programs.program(loss), gt.SUM)[x]
+        found = interpreter.run(programs.program(loss), gt.semirings.SUM)[x]
     torch.testing.assert_close(found, torch.autograd.grad(loss, x)[0])
     assert any("check" in place for place in waits.places)
 
@@ -222,7 +222,7 @@ def test_code_of_the_users_runs_once(unwaiting: None, monkeypatch: pytest.Monkey
         wanted = torch.autograd.grad(loss, x, retain_graph=True)[0]
         for _ in range(calls.qsize()):
             calls.get_nowait()
-        found = interpreter.run(programs.program(loss), gt.SUM)[x]
+        found = interpreter.run(programs.program(loss), gt.semirings.SUM)[x]
         torch.testing.assert_close(found, wanted)
         assert [calls.get_nowait() for _ in range(calls.qsize())] == ["function", "hook"]
 

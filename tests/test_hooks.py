@@ -47,7 +47,7 @@ def check(loss: Tensor, leaves: dict[str, Tensor], watch: Any = None) -> None:
 
 
 def by_program(loss: Tensor, leaves: dict[str, Tensor], program: Any) -> dict[str, Tensor]:
-    run = interpreter.run(program, gt.SUM)
+    run = interpreter.run(program, gt.semirings.SUM)
     return {name: run[leaf] for name, leaf in leaves.items() if leaf in run}
 
 
@@ -444,7 +444,7 @@ def test_orders_of_building_hooking_and_passes(asked: str) -> None:
     def gradient(loss: Tensor, x: Tensor) -> Tensor:
         if asked == "backward":
             return gt.backward(loss, names={"x": x})["x"]
-        return interpreter.run(programs.program(loss), gt.SUM)[x]
+        return interpreter.run(programs.program(loss), gt.semirings.SUM)[x]
 
     events = ("build a", "build b", "hook a", "hook b", "pass a", "pass b", "unhook a")
     for order in permutations(events):

@@ -580,7 +580,7 @@ def check_incident(
     """The step was found and run again with the weights that it began with, and the file named."""
     path = folder / f"gradtrace-step{BAD}-nonfinite.gradtrace"
     assert monitor is not None and monitor.incidents == (path,)
-    found = gt.load_incident(path)
+    found = gt.load(path)
     assert (found.step, found.same) == (BAD, True), found.notes
     for name, value in found.beginning.state.items():
         assert torch.equal(value, before[name]), name
@@ -641,7 +641,7 @@ def test_trainer_runs_a_bad_step_again(tmp_path: Path, capsys: pytest.CaptureFix
     trainer = trained(tmp_path, callback, learning_rate=1e30)  # the first step ruins the weights
     assert callback.monitor is not None
     (path,) = callback.monitor.incidents
-    found = gt.load_incident(path)
+    found = gt.load(path)
     step, state, inputs, _ = trainer.seen[found.step]
     assert step == found.step == 1 and path.parent == tmp_path and found.same, found.notes
     for name, value in found.beginning.state.items():

@@ -277,6 +277,6 @@ def test_gradtrace_follows_it() -> None:
     loss = label(torch.randn(5, 3) @ w, 1, "unit").tanh().pow(2).sum()
     (wanted,) = torch.autograd.grad(loss, w, retain_graph=True)
     assert torch.allclose(gt.backward(loss, names={"w": w})["w"], wanted)
-    found: Any = interpreter.run(programs.program(loss, names={"w": w}), gt.SUM)[w]
+    found: Any = interpreter.run(programs.program(loss, names={"w": w}), gt.semirings.SUM)[w]
     assert torch.allclose(found[0] if isinstance(found, tuple) else found, wanted, atol=1e-6)
     assert "LabelBackward" in {operator.name for operator in gt.graph(loss)}

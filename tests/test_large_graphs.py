@@ -44,7 +44,7 @@ def test_many_operators(make, slope: float, schedule: str) -> None:
 @pytest.mark.parametrize(("make", "slope"), [(chain, -1.0), (branches, -float(MANY))])
 def test_many_operators_recorded(make, slope: float) -> None:
     loss, leaf = make(MANY)
-    found = interpreter.run(programs.program(loss), gradtrace.SUM)
+    found = interpreter.run(programs.program(loss), gradtrace.semirings.SUM)
     assert found[leaf].tolist() == [slope, slope]
 
 
@@ -57,7 +57,7 @@ def test_graph_of_many_operators() -> None:
 
 
 FREE = """
-import sys, threading, torch, gradtrace
+import sys, threading, torch, gradtrace, programs
 from test_large_graphs import chain
 
 def walked(what):
@@ -104,7 +104,7 @@ def walked(loss):
     gradtrace.backward(loss)
 
 def recorded(loss):
-    interpreter.run(programs.program(loss), gradtrace.SUM)
+    interpreter.run(programs.program(loss), gradtrace.semirings.SUM)
 
 def refused(loss):
     try:

@@ -219,7 +219,7 @@ class Script(nn.Module):
         return (self.inner(x) + self.inner.bias).sum()
 
 
-@pytest.mark.parametrize("semiring", [gt.SUM, gt.semirings.MAX], ids=lambda s: s.name)
+@pytest.mark.parametrize("semiring", [gt.semirings.SUM, gt.semirings.MAX], ids=lambda s: s.name)
 def test_an_error_in_a_node_is_told_as_what_it_is(semiring: Any, monkeypatch: Any) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the disk is on fire")

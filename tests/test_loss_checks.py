@@ -34,7 +34,7 @@ def asked(loss: Tensor, leaves: Leaves) -> dict[str, Any]:
     name = next(iter(trace.gradients))
     found: dict[str, Any] = {
         semiring.name: {k: v.tolist() for k, v in gt.backward(loss, semiring, names=leaves).items()}
-        for semiring in (gt.SUM, gt.semirings.MAX, gt.semirings.COUNT)
+        for semiring in (gt.semirings.SUM, gt.semirings.MAX, gt.semirings.COUNT)
     }
     found["path"] = trace.path(name, (0,) * leaves[name].dim()).weight
     found["sampled"] = [path.weight for path in trace.paths(sample=20)]

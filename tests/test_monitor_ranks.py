@@ -120,7 +120,7 @@ def test_incidents_of_all_processes_are_in_the_file(ended: Ended) -> None:
     ]
     assert all((f"rank{each.rank}" in each.file) == bool(each.rank) for each in found)
     assert all((f"of process {each.rank}" in str(each)) == bool(each.rank) for each in found)
-    assert all(gt.load_incident(each.file).rank == each.rank for each in found)
+    assert all(gt.load(each.file).rank == each.rank for each in found)
 
 
 def test_no_thread_is_left(ended: Ended) -> None:

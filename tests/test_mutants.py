@@ -433,7 +433,7 @@ def test_a_tensor_named_often_is_copied_once(tmp_path: Path, incident: Path) -> 
     one = {"tensor": 1, "device": "cpu", "grad": True, "channels_last": True}
     contents.meta["data"] = {"list": [{"list": [one] * 1000}, {"list": []}, None]}
     container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
-    batch = gt.load_incident(tmp_path / "x").batch
+    batch = gt.load(tmp_path / "x").batch
     assert len(batch) == 1000 and len({each.data_ptr() for each in batch}) == 1
 
 
@@ -441,5 +441,5 @@ def test_an_incident_is_printed_without_escapes(tmp_path: Path, incident: Path) 
     contents = container.read(incident)
     contents.meta["words"] = "a\x1b]0;t\x07\nb\u202e"
     container.write(tmp_path / "x", contents.kind, contents.meta, contents.tensors)
-    told = str(gt.load_incident(tmp_path / "x")).splitlines()
+    told = str(gt.load(tmp_path / "x")).splitlines()
     assert all(map(str.isprintable, told)) and told[-2:] == ["a\\x1b]0;t\\x07", "b\\u202e"]

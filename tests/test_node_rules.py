@@ -406,9 +406,9 @@ def test_a_row_gives_what_its_formula_gives(
     monkeypatch.setattr(node_rules, "NODES", {})
     monkeypatch.setattr(node_rules, "MULTI_OUTPUT_RULES", {})
     watched = programs.program(loss)
-    assert_agree(interpreter.run(short, gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(short, gradtrace.semirings.SUM), leaves, wanted)
     assert_agree({leaf.tensor: leaf.compute() for leaf in short.leaves}, leaves, wanted)
-    assert_agree(interpreter.run(watched, gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(watched, gradtrace.semirings.SUM), leaves, wanted)
     for one, other in zip(short.blocks, watched.blocks, strict=True):
         assert (one.operator, one.note, one.opened) == (other.operator, other.note, other.opened)
         assert set(one.gives) >= set(other.gives)  # of an empty tensor: no elements, or nothing
@@ -485,7 +485,7 @@ def test_a_row_asks_for_each_saved_value_once(name: str, n: int) -> None:
     leaves = [x.clone().requires_grad_() for x in inputs]
     loss = checkpoint(f, *leaves, use_reentrant=False).sum()
     wanted = differentiated(name, n, loss, leaves)
-    assert_agree(interpreter.run(programs.program(loss), gradtrace.SUM), leaves, wanted)
+    assert_agree(interpreter.run(programs.program(loss), gradtrace.semirings.SUM), leaves, wanted)
 
 
 @pytest.mark.parametrize("wanted", [(4,), (1, 4), (3, 1), (1, 1), (1,), (), (3, 4), (2, 3, 4)])
@@ -559,7 +559,7 @@ def test_a_split_of_which_only_a_part_is_used() -> None:
     program = programs.program(loss)
     (slot,) = program.maps.of(program.blocks[-1].steps[0])
     assert (slot.in_shape, slot.out_shape) == ((3,), (10,))
-    found = interpreter.run(program, gradtrace.SUM)[x]
+    found = interpreter.run(program, gradtrace.semirings.SUM)[x]
     assert found.tolist() == [0, 0, 4, 6, 8, 0, 0, 0, 0, 0]
 
 
@@ -567,7 +567,7 @@ def test_one_tensor_for_several_outputs() -> None:
     """The cotangents of both parts are one and the same tensor."""
     x = torch.arange(4.0).requires_grad_()
     first, second = x.chunk(2)
-    found = interpreter.run(programs.program((first + second).sum()), gradtrace.SUM)[x]
+    found = interpreter.run(programs.program((first + second).sum()), gradtrace.semirings.SUM)[x]
     assert found.tolist() == [1, 1, 1, 1]
 
 
@@ -590,7 +590,7 @@ def test_hooks_are_looked_for_before_rows_are() -> None:
     x = torch.ones(3, requires_grad=True)
     y = x * 2
     y.register_hook(lambda grad: grad * 10)  # type: ignore[no-untyped-call]
-    found = interpreter.run(programs.program((y + 1).sum()), gradtrace.SUM)[x]
+    found = interpreter.run(programs.program((y + 1).sum()), gradtrace.semirings.SUM)[x]
     assert found.tolist() == [20, 20, 20]
 
 

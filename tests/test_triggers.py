@@ -124,7 +124,7 @@ def test_found_at_step_500_and_the_file_reproduces_it(bad: str, tmp_path: Path) 
     trigger = "spike" if bad == "spike" else "nonfinite"
     path = tmp_path / f"run-step{BAD}-{trigger}.gradtrace"
     assert monitor is not None and monitor.incidents == (path,)
-    found = gt.load_incident(path)
+    found = gt.load(path)
     assert (found.step, found.trigger, found.of) == (BAD, trigger, "loss")
     assert repr(found.loss) == repr(losses[BAD])
     assert found.same
@@ -174,8 +174,8 @@ def test_the_operator_is_named_with_its_line(how: str, tmp_path: Path) -> None:
             monitor.step(loss_of(x), **given)
     (path,) = monitor.incidents
     for found in (
-        gt.load_incident(path).diagnosis["nonfinite"],
-        gt.load_incident(path)
+        gt.load(path).diagnosis["nonfinite"],
+        gt.load(path)
         .rerun(model, loss_of if how == "batch" else None)
         .diagnosis.to_dict()["nonfinite"],
     ):
@@ -210,7 +210,7 @@ def test_a_gradient_that_is_not_finite(how: str, tmp_path: Path) -> None:
             loss.backward()
             optimizer.step()
     (path,) = monitor.incidents  # the next loss is NaN for the same reason, and told once
-    found = gt.load_incident(path)
+    found = gt.load(path)
     assert (found.step, found.of, found.same) == (3, "gradient", how == "batch" or found.same)
     assert torch.equal(found.beginning.state["0.bias"], kept[3])  # before the optimiser moved
     assert found.diagnosis["nonfinite"]["of"] == "gradient"
@@ -238,7 +238,7 @@ def test_modules_with_tables_of_their_own(kind: str, tmp_path: Path) -> None:
             with pytest.warns(UserWarning, match="not finite") if step == 3 else nullcontext():
                 optimizer.step()
     (incident,) = monitor.incidents
-    found = gt.load_incident(incident)
+    found = gt.load(incident)
     assert found.step == 3
     name, mean = next((n, t) for n, t in found.beginning.state.items() if "running_mean" in n)
     assert mean.shape == (3,) and not torch.equal(mean, model.state_dict()[name])
@@ -328,7 +328,7 @@ def test_a_model_whose_parts_are_called(rerun: bool, tmp_path: Path) -> None:
             warns = pytest.warns(UserWarning, match="the loss is nan") if bad else nullcontext()
             with warns:
                 monitor.step(loss_of(x), **({"rerun": loss_of, "batch": x} if rerun else {}))
-    found = gt.load_incident(monitor.incidents[0])
+    found = gt.load(monitor.incidents[0])
     assert found.step == 1 and found.same is rerun
     told = "an input already holds it" if rerun else "the model itself was not called in this step"
     assert told in str(found)
@@ -474,7 +474,7 @@ def test_a_step_that_draws_for_the_first_time_says_that_its_state_was_not_kept(
         for step in range(31):
             monitor.step(model(torch.full((2, 2), 1e3 if step == 30 else 1.0)).square().sum())
     (path,) = monitor.incidents
-    assert any("drew no random numbers" in note for note in gt.load_incident(path).notes)
+    assert any("drew no random numbers" in note for note in gt.load(path).notes)
 
 
 def test_nested_values() -> None:
@@ -536,10 +536,10 @@ def test_a_file_that_cannot_be_written_stops_nothing(
 @pytest.mark.filterwarnings("ignore")
 def test_weights_over_the_limit_are_left_out(tmp_path: Path) -> None:
     (path,) = short(tmp_path, {2}, incident_bytes=40).incidents
-    found = gt.load_incident(path)
+    found = gt.load(path)
     assert not found.beginning.state and any("weights are not" in note for note in found.notes)
     (path,) = short(tmp_path, {2}, incident_bytes=10).incidents
-    assert gt.load_incident(path).calls == []
+    assert gt.load(path).calls == []
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -567,7 +567,7 @@ def test_the_pass_of_an_accumulated_step_is_named(tmp_path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     (path,) = monitor.incidents
-    found = gt.load_incident(path)
+    found = gt.load(path)
     assert (found.step, found.micro, found.of) == (2, 1, "gradient")
 
 
@@ -607,7 +607,7 @@ def test_autocast_is_on_in_the_rerun(tmp_path: Path) -> None:
                 loss = model(x).float().square().mean()
             monitor.step(loss, rerun=lambda x: model(x).float().square().mean(), batch=(x,))
     (path,) = monitor.incidents
-    found = gt.load_incident(path)
+    found = gt.load(path)
     assert found.same and found.step == 30
     assert found.rerun(model, lambda x: model(x).float().square().mean()).same
     found.beginning.autocast = {}
@@ -629,7 +629,7 @@ def test_the_command_shows_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.filterwarnings("ignore")
 def test_another_model_is_refused(tmp_path: Path) -> None:
     (path,) = short(tmp_path, {2}).incidents
-    found = gt.load_incident(path)
+    found = gt.load(path)
     with pytest.raises(GradtraceError, match="'weight' has shape"):
         found.rerun(nn.Linear(4, 1))
     with pytest.raises(GradtraceError, match="the model has no 'bias'"):

@@ -54,7 +54,7 @@ def check(watch: Any, loss: Tensor, leaves: dict[str, Tensor]) -> None:
     for name, grad in present.items():
         assert found[name].dtype is grad.dtype
         assert_close(found[name], grad)
-    run = interpreter.run(programs.of(watch)(loss), gt.SUM)
+    run = interpreter.run(programs.of(watch)(loss), gt.semirings.SUM)
     assert {id(leaf) for leaf in run} == {id(leaves[name]) for name in present}
     for name, grad in present.items():
         assert_close(run[leaves[name]], grad)
@@ -817,7 +817,7 @@ def test_autocast(inside: bool) -> None:
     for (name, grad), want in zip(found.items(), wanted):
         assert name in leaves and grad.dtype is want.dtype
         torch.testing.assert_close(grad, want, rtol=0, atol=0)
-    run = interpreter.run(programs.of(watch)(loss), gt.SUM)
+    run = interpreter.run(programs.of(watch)(loss), gt.semirings.SUM)
     for leaf, want in zip(leaves.values(), wanted):  # rounded elsewhere, to 8 bits
         torch.testing.assert_close(run[leaf], want, rtol=0, atol=0.02 * float(want.abs().amax()))
     assert made_by(watch, loss, "AddmmBackward0") == [("0", 0), ("3", 0)]
@@ -1069,7 +1069,7 @@ def test_the_graph_can_be_used_again() -> None:
     first, second = watch.backward(loss), watch.backward(loss)
     program = programs.of(watch)(loss)
     loss.backward()
-    run = interpreter.run(program, gt.SUM)
+    run = interpreter.run(program, gt.semirings.SUM)
     for name, p in model.named_parameters():
         assert torch.equal(first[name], second[name])
         assert_close(first[name], p.grad)

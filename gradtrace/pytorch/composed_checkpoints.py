@@ -1,7 +1,8 @@
 """Checkpoints made while kernels are composed: they are composed when they are computed again.
 
-A watch composes attention and LSTMs in the forward pass. What a non-reentrant checkpoint left out is computed in the backward pass, when the watch is closed. Fused
-kernels would save other tensors than composed ones, which ``torch.utils.checkpoint`` refuses.
+A watch composes attention and LSTMs in the forward pass. What a non-reentrant checkpoint left out
+is computed in the backward pass, when the watch is closed. Fused kernels would save other tensors
+than composed ones, which ``torch.utils.checkpoint`` refuses.
 """
 
 from __future__ import annotations

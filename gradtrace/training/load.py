@@ -36,9 +36,8 @@ def load(path: str | os.PathLike[str]) -> Any:
     """
     ending = Path(path).suffix
     if ending not in READERS:
-        raise BadFile(
-            f"{os.fspath(path)!r} is none of {', '.join(READERS)}, which gradtrace writes"
-        )
+        known = ", ".join(READERS)
+        raise BadFile(f"{os.fspath(path)!r} is none of {known}, which gradtrace writes")
     return READERS[ending](path)
 
 
