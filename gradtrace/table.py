@@ -448,6 +448,26 @@ class Table:
             raise GradtraceError(f"{os.fspath(path)!r} is neither .json nor .csv; name it so")
 
 
+class Tabled:
+    """A result that is printed as its ``table()``."""
+
+    __slots__ = ()
+
+    def table(self) -> Table:
+        """The table that is printed."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+    def to_pandas(self) -> Any:
+        """A ``pandas.DataFrame`` of the table."""
+        return self.table().to_pandas()
+
+
 # Sums --------------------------------------------------------------------------------------------
 
 

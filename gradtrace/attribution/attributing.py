@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.attribution.input_recorder import one_number
-from gradtrace.attribution.result import MEANINGS, Attribution
+from gradtrace.attribution.result import MEANINGS, Attribution, table_of
 from gradtrace.attribution.token_scores import Recording, token_rows
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName, did_you_mean, not_one_of
 from gradtrace.traced import Trace
@@ -78,8 +78,8 @@ def _attribution(
                 "says where NaN or infinity first appears"
             )
     unreached = tuple(name for name in directions if name not in reached)
-    rows = token_rows(scores, tokens)
-    return Attribution(rows, scores, directions, value, rule, points, unreached, recordings)
+    fields = (token_rows(scores, tokens), scores, directions, value, rule, points, unreached)
+    return table_of(Attribution("", (), (), (), {}, *fields, recordings))
 
 
 def _number(result: Any) -> float:

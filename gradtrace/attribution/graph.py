@@ -17,16 +17,15 @@ from gradtrace.attribution.graph_data import (
     Sizes,
 )
 from gradtrace.attribution.graph_export import FORMATS
-from gradtrace.errors import UnknownName, not_one_of, printable
-from gradtrace.io import validation as valid
-from gradtrace.io.atomic_files import naming, put, replacing
-from gradtrace.io.table import Summarised, TextColumn, TextTable
+from gradtrace.errors import BadFile, UnknownName, not_one_of, printable
+from gradtrace.files import write_text
+from gradtrace.table import Column, Table, Tabled
 
 FORMAT, VERSION = "gradtrace.attribution_graph", 1
 
 
 @dataclass(frozen=True, repr=False)
-class AttributionGraph(GraphData, Summarised):
+class AttributionGraph(GraphData, Tabled):
     """The nodes and edges by which inputs move a scalar.
 
     The score of an edge is gradient × input summed over all paths from its source to its target
@@ -41,24 +40,24 @@ class AttributionGraph(GraphData, Summarised):
 
     # Output ---------------------------------------------------------------------------------------
 
-    def table(self) -> TextTable:
+    def table(self) -> Table:
         """The edges as a table.
 
         Returns:
             One row per edge, those of most influence first.
         """
         columns = (
-            TextColumn("from"),
-            TextColumn("to"),
-            TextColumn("score", "number"),
-            TextColumn("influence", "share"),
+            Column("from"),
+            Column("to"),
+            Column("score", "number"),
+            Column("influence", "share"),
         )
         labels = {node.id: _title(node) for node in self.nodes}
         rows = tuple(
             (labels[edge.source], labels[edge.target], edge.score, edge.influence)
             for edge in self.edges
         )
-        return TextTable("Attribution graph", columns, rows, self._notes())
+        return Table("Attribution graph", columns, rows, self._notes())  # type: ignore[arg-type]
 
     def _notes(self) -> tuple[str, ...]:
         nodes, edges = self.whole
@@ -104,22 +103,15 @@ class AttributionGraph(GraphData, Summarised):
         Returns:
             The same graph.
         """
-        valid.check_read(SCHEMA, data, "attribution graph")
-        nodes = (
-            GraphNode(**each | {"position": _maybe(tuple, each["position"])})
-            for each in data["nodes"]
-        )
-        more: dict[str, Any] = {
-            key: data[key] for key in ("value", "total", "rule", "points", "defect")
-        }
-        more |= {key: Sizes(**data[key]) for key in ("asked", "kept", "whole")}
-        more["edges"] = tuple(GraphEdge(**each) for each in data["edges"])
-        more["inputs"] = {
-            name: InputPositions(tuple(each["shape"]), tuple(each["labels"]))
-            for name, each in data["inputs"].items()
-        }
-        more["model"] = None if data["model"] is None else ModelShape(**data["model"])
-        return cls(tuple(nodes), **more)
+        try:
+            if (data["format"], data["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"its format is {data['format']!r}, version {data['version']!r}")
+            return _graph(data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise BadFile(
+                f"this is no attribution graph of this version ({type(error).__name__}: {error}); "
+                "read what graph.to_dict() gave"
+            ) from error
 
     def export(self, path: str | os.PathLike[str], format: str = "gradtrace") -> None:
         """Write the graph to a JSON file.
@@ -133,9 +125,7 @@ class AttributionGraph(GraphData, Summarised):
         if format not in ("gradtrace", *FORMATS):
             raise UnknownName(not_one_of("format", format, ("gradtrace", *FORMATS)))
         found = self.to_dict() if format == "gradtrace" else FORMATS[format](self)
-        data = json.dumps(found, ensure_ascii=False, allow_nan=False)
-        with naming(path, "cannot be written ({}): give another path") as at, replacing(at) as file:
-            put(file, data.encode())
+        write_text(path, json.dumps(found, ensure_ascii=False, allow_nan=False))
 
 
 def _maybe(kind: type, value: Any) -> Any:
@@ -146,60 +136,22 @@ def _title(node: GraphNode) -> str:
     return f"{node.id} {node.label}" if node.kind == "input" and node.label != node.id else node.id
 
 
-_SHARES = valid.record(nodes=valid.finite(0, 1), edges=valid.finite(0, 1))
-_NODE = valid.record(
-    id=valid.text(),
-    kind=valid.one_of("input", "module", "head", "output"),
-    label=valid.text(),
-    module=valid.text(),
-    input=valid.maybe(valid.text()),
-    position=valid.maybe(valid.array(valid.integer())),
-    layer=valid.maybe(valid.integer()),
-    rank=valid.integer(),
-    score=valid.finite(),
-    influence=valid.finite(0),
-)
-_EDGE = valid.record(
-    source=valid.text(), target=valid.text(), score=valid.finite(), influence=valid.finite(0)
-)
-
-
-def _edges_have_ends(data: Any) -> None:
-    known = {node["id"] for node in data["nodes"]}
-    if len(known) < len(data["nodes"]):
-        valid.unfit("two nodes have one id")
-    for edge in data["edges"]:
-        for end in (edge["source"], edge["target"]):
-            if end not in known:
-                valid.unfit(f"an edge has an end {end!r}, which is no node")
-
-
-SCHEMA = valid.each_of(
-    valid.record(
-        format=valid.one_of(FORMAT),
-        version=valid.integer(VERSION, VERSION),
-        value=valid.finite(),
-        total=valid.finite(),
-        rule=valid.text(),
-        points=valid.integer(),
-        defect=valid.finite(0),
-        asked=_SHARES,
-        whole=valid.record(nodes=valid.integer(), edges=valid.integer()),
-        kept=_SHARES,
-        inputs=valid.mapping(
-            valid.record(shape=valid.array(valid.integer()), labels=valid.array(valid.text()))
-        ),
-        model=valid.maybe(
-            valid.record(
-                layers=valid.integer(),
-                heads=valid.integer(),
-                width=valid.integer(),
-                parallel=valid.boolean(),
-            )
-        ),
-        nodes=valid.array(_NODE),
-        edges=valid.array(_EDGE),
-    ),
-    _edges_have_ends,
-)
-"""What ``to_dict`` gives."""
+def _graph(data: Mapping[str, Any]) -> AttributionGraph:
+    """The inverse of ``to_dict``."""
+    nodes = tuple(
+        GraphNode(**{**each, "position": _maybe(tuple, each["position"])}) for each in data["nodes"]
+    )
+    edges = tuple(GraphEdge(**each) for each in data["edges"])
+    known = {node.id for node in nodes}
+    if strange := {end for edge in edges for end in (edge.source, edge.target)} - known:
+        raise ValueError(f"an edge has an end {min(strange)!r}, which is no node")
+    more: dict[str, Any] = {
+        key: data[key] for key in ("value", "total", "rule", "points", "defect")
+    }
+    more |= {key: Sizes(**data[key]) for key in ("asked", "kept", "whole")}
+    more["inputs"] = {
+        name: InputPositions(tuple(each["shape"]), tuple(each["labels"]))
+        for name, each in data["inputs"].items()
+    }
+    more["model"] = None if data["model"] is None else ModelShape(**data["model"])
+    return AttributionGraph(nodes, edges, **more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -12,16 +12,16 @@ from torch import Tensor
 from gradtrace.attribution.graph import AttributionGraph
 from gradtrace.attribution.graph_data import Sizes
 from gradtrace.attribution.graph_making import Attributed, attribution_graph
-from gradtrace.attribution.token_scores import Recording, TokenScore, token_rows
+from gradtrace.attribution.token_scores import Recording, TokenScore
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
 from gradtrace.components.module_parts import ProgramPlaces
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, printable
-from gradtrace.io.table import RowSequence, Tabular, TextColumn, TextTable
+from gradtrace.errors import GradtraceError, UnknownName, did_you_mean
 from gradtrace.ir import interpreter
 from gradtrace.ir.program import Program
 from gradtrace.linops import transposed
 from gradtrace.paths.paths import Paths
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
 MEANINGS = {
@@ -31,11 +31,15 @@ MEANINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Attribution(RowSequence[TokenScore], Tabular):
+COMPONENTS = Column("component"), Column("score", "number"), Column("of the sum", "share")
+NEURONS = Column("neuron", "count"), Column("score", "number"), Column("of all sizes", "share")
+
+
+@dataclass(frozen=True, repr=False)
+class Attribution(Table):
     """How much each element of the inputs moves a scalar f: ``score = ∂f/∂x · (x - baseline)``.
 
-    ``scores`` has them by input, in float64, with the input's shape; ``rows`` are summed over the
+    ``scores`` has them by input, in float64, with the input's shape; the rows are summed over the
     last dimension of inputs that have several: the score of each token. With ``integrated=m`` the
     derivative is its mean over m points on the straight line from the baseline to the input, and
     scores add up to ``f(x) - f(baseline)`` up to an error that ``defect`` says. By
@@ -45,19 +49,17 @@ class Attribution(RowSequence[TokenScore], Tabular):
     The same is divided by what paths pass: ``by("heads")``, ``by("layers")``, ``at(module)``.
     """
 
-    rows: tuple[TokenScore, ...]
-    scores: Mapping[str, Tensor] = field(repr=False)
-    directions: Mapping[str, Tensor] = field(repr=False)  # input - baseline
-    value: float  # of the scalar; with ``points`` its difference from that at the baseline
+    tokens: tuple[TokenScore, ...] = ()
+    scores: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    directions: Mapping[str, Tensor] = field(default_factory=dict, compare=False)  # x - baseline
+    value: float = 0.0  # of the scalar; with ``points`` its difference from that at the baseline
     rule: str = "gradient"
     points: int = 0
     unreached: tuple[str, ...] = ()
-    recordings: Callable[[], Iterator[Recording]] | None = field(
-        default=None, repr=False, compare=False
-    )
+    recordings: Callable[[], Iterator[Recording]] | None = field(default=None, compare=False)
 
     @property
-    def total(self) -> float:
+    def sum(self) -> float:
         """The sum of all scores."""
         return sum(float(each.sum()) for each in self.scores.values())
 
@@ -66,7 +68,7 @@ class Attribution(RowSequence[TokenScore], Tabular):
         """``(Σ scores - value) / |value|``: how far scores are from adding up to the scalar, or to
         its difference from that at the baseline.
         """
-        return (self.total - self.value) / abs(self.value) if self.value else float("nan")
+        return (self.sum - self.value) / abs(self.value) if self.value else float("nan")
 
     @property
     def trace(self) -> Trace:
@@ -82,7 +84,7 @@ class Attribution(RowSequence[TokenScore], Tabular):
 
     # Divisions ------------------------------------------------------------------------------------
 
-    def by(self, components: Components = None) -> TextTable:
+    def by(self, components: Components = None) -> Table:
         """The scores by what paths pass: ``Σ (x - baseline) · g_C``, with g_C the gradient through
         a component C. Parts side by side add up; parts in series each have it all.
 
@@ -96,20 +98,15 @@ class Attribution(RowSequence[TokenScore], Tabular):
         found: dict[str, float] = {}
         for trace, weight in self._recordings():
             split = trace.decompose(components)
-            for component in split:
-                grads = split.gradients(component.name)
+            for component in split.names:
+                grads = split.gradients(component)
                 score = sum(
                     float((grad.double() * self.directions[name].double()).sum())
                     for name, grad in grads.items()
                 )
-                found[component.name] = found.get(component.name, 0.0) + weight * score
-        rows = tuple((name, score, _share(score, self.total)) for name, score in found.items())
-        columns = (
-            TextColumn("component"),
-            TextColumn("score", "number"),
-            TextColumn("of the sum", "share"),
-        )
-        return TextTable("Attribution by component", columns, rows, self._notes())
+                found[component] = found.get(component, 0.0) + weight * score
+        rows = tuple((name, score, _share(score, self.sum)) for name, score in found.items())
+        return Table("Attribution by component", COMPONENTS, rows, self.notes)  # type: ignore[arg-type]
 
     def at(self, module: str) -> Tensor:
         """The scores of the elements of a module's output: over all paths through each. They are of
@@ -130,7 +127,7 @@ class Attribution(RowSequence[TokenScore], Tabular):
         assert found is not None
         return found
 
-    def neurons(self, module: str) -> TextTable:
+    def neurons(self, module: str) -> Table:
         """``at(module)`` summed over all dimensions but the last, the largest first.
 
         Args:
@@ -143,13 +140,8 @@ class Attribution(RowSequence[TokenScore], Tabular):
         each = scores.reshape(-1, scores.shape[-1]).sum(0) if scores.dim() else scores.reshape(1)
         size = float(each.abs().sum())
         rows = tuple((n, x, _share(abs(x), size)) for n, x in enumerate(each.tolist()))
-        columns = (
-            TextColumn("neuron", "count"),
-            TextColumn("score", "number"),
-            TextColumn("of all sizes", "share"),
-        )
-        title = f"Attribution by neuron of {module}"
-        return TextTable(title, columns, rows).top(max(len(rows), 1), "score")
+        table = Table(f"Attribution by neuron of {module}", NEURONS, rows)  # type: ignore[arg-type]
+        return table.top(max(len(rows), 1), "score")
 
     def paths(self, name: str | None = None, *, k: int = 5) -> Paths:
         """The ``k`` routes of greatest |weight| from an input; see ``Trace.paths``.
@@ -203,61 +195,46 @@ class Attribution(RowSequence[TokenScore], Tabular):
         >>> [(edge.source, edge.target, edge.score) for edge in graph.edges]
         [('1', 'output', 11.0), ('0', '1', 11.0), ('x[1]', '0', 8.0), ('x[0]', '0', 3.0)]
         """
-        fields = (self.rows, self.directions, self.value, self.total, self.rule, self.points)
+        fields = (self.tokens, self.directions, self.value, self.sum, self.rule, self.points)
         found = Attributed(*fields, self._recordings)
         return attribution_graph(found, Sizes(nodes, edges), modules, positions, qkv)
 
-    # Table ----------------------------------------------------------------------------------------
 
-    def table(self) -> TextTable:
-        """One row per token: its score, and what part of all |scores| it is."""
-        named = any(row.token for row in self.rows)
-        size = sum(abs(row.score) for row in token_rows(self.scores, {}))
-        columns = (
-            TextColumn("input"),
-            TextColumn("position"),
-            *([TextColumn("token")] if named else []),
-            TextColumn("score", "number"),
-            TextColumn("of all sizes", "share"),
+def table_of(found: Attribution) -> Attribution:
+    """The attribution with its table: a row for each token, with its score and what part of all
+    |scores| it is.
+    """
+    named = any(row.token for row in found.tokens)
+    size = sum(abs(row.score) for row in found.tokens)
+    names = Column("input"), Column("position"), *([Column("token")] if named else [])
+    rows = tuple(
+        (
+            row.input,
+            ", ".join(map(str, row.position)),
+            *([row.token] if named else []),
+            row.score,
+            _share(abs(row.score), size),
         )
-        rows = tuple(
-            (
-                row.input,
-                ", ".join(map(str, row.position)),
-                *([row.token] if named else []),
-                row.score,
-                _share(abs(row.score), size),
-            )
-            for row in self.rows
-        )
-        title = f"Attribution: {'integrated ' * bool(self.points)}{MEANINGS[self.rule]}"
-        return TextTable(title, columns, rows, self._notes())
+        for row in found.tokens
+    )
+    title = f"Attribution: {'integrated ' * bool(found.points)}{MEANINGS[found.rule]}"
+    about = {"rule": found.rule, "value": found.value}
+    shown = replace(found, title=title, columns=(*names, *NEURONS[1:]), about=about)
+    return replace(shown, rows=rows, notes=tuple(_notes(found)))  # type: ignore[arg-type]
 
-    def _notes(self) -> tuple[str, ...]:
-        found = []
-        if self.points:
-            found.append(
-                f"Scores add up to {self.total:.4g}, and f(input) - f(baseline) is "
-                f"{self.value:.4g}{self._off('incomplete')} ({self.points:,} points)"
-            )
-        elif self.rule == "attnlrp":
-            found.append(
-                f"Relevance adds up to {self.total:.4g}, and the scalar is {self.value:.4g}"
-                f"{self._off('off')}"
-            )
-        else:
-            found.append(f"Scores add up to {self.total:.4g}; the scalar is {self.value:.4g}")
-        if self.unreached:
-            found.append(f"the scalar does not depend on {', '.join(self.unreached)}")
-        return tuple(found)
 
-    def _off(self, word: str) -> str:
-        """By how much scores do not add up; nothing where the scalar is 0 and has no parts."""
-        return f": {word} by {self.defect:.2%}" if self.value else ""
-
-    def __repr__(self) -> str:
-        inputs = ", ".join(self.scores)
-        return printable(f"Attribution(of {self.value:.4g} to {inputs}; {self.rule})")
+def _notes(found: Attribution) -> Iterator[str]:
+    whole, value = f"{found.sum:.4g}", f"{found.value:.4g}"
+    off = f": {'incomplete' if found.points else 'off'} by {found.defect:.2%}" * bool(found.value)
+    if found.points:
+        many = f"{found.points:,} points"
+        yield f"Scores add up to {whole}, and f(input) - f(baseline) is {value}{off} ({many})"
+    elif found.rule == "attnlrp":
+        yield f"Relevance adds up to {whole}, and the scalar is {value}{off}"
+    else:
+        yield f"Scores add up to {whole}; the scalar is {value}"
+    if found.unreached:
+        yield f"the scalar does not depend on {', '.join(found.unreached)}"
 
 
 def _share(score: float, total: float) -> float | None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gradtrace.errors import printable
-from gradtrace.io.table import Summarised, Tabular, TextColumn, TextTable, known
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Program
 from gradtrace.linops.indexing import repeated
@@ -22,6 +21,7 @@ from gradtrace.paths.path_forest import PathForest, PathProvenance, SliceBits
 from gradtrace.paths.path_search import PathEdge, PathFollower
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.random_state import seeded
+from gradtrace.table import Column, Table, Tabled
 from gradtrace.types import Shape, unravel
 
 K = TypeVar("K")
@@ -47,7 +47,7 @@ class PathStep:
 
 
 @dataclass(frozen=True)
-class Path(Summarised):
+class Path(Tabled):
     """A path, from a leaf element (first step) to the loss (last).
 
     ``weight`` is the signed product of all derivatives along it; ``gradient`` is the leaf element's
@@ -104,16 +104,16 @@ class Path(Summarised):
         """The operators from parameter to loss."""
         return [step.operator for step in self.steps[1:]]
 
-    def table(self) -> TextTable:
+    def table(self) -> Table:
         """The steps as a table."""
         columns = (
-            TextColumn("operator"),
-            TextColumn("module"),
-            TextColumn("shape"),
-            TextColumn("element"),
-            TextColumn("derivative", "number"),
-            TextColumn("gradient", "number"),
-            TextColumn("share", "share"),
+            Column("operator"),
+            Column("module"),
+            Column("shape"),
+            Column("element"),
+            Column("derivative", "number"),
+            Column("gradient", "number"),
+            Column("share", "share"),
         )
         rows = tuple(
             (
@@ -123,14 +123,14 @@ class Path(Summarised):
                 str(list(step.index)),
                 step.derivative,
                 step.gradient,
-                known(step.share),
+                step.share,
             )
             for step in self.steps
         )
         title = (
             f"{self.name}{list(self.index)}: weight {self.weight:.4g}, gradient {self.gradient:.4g}"
         )
-        return TextTable(f"{title}{self._carried()}", columns, rows)
+        return Table(f"{title}{self._carried()}", columns, rows)  # type: ignore[arg-type]
 
     def _carried(self) -> str:
         """The coverage in words."""
@@ -157,7 +157,7 @@ def _route(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Paths(Tabular, Sequence[Path]):
+class Paths(Tabled, Sequence[Path]):
     """A sequence of paths."""
 
     items: Sequence[Path]
@@ -200,28 +200,25 @@ class Paths(Tabular, Sequence[Path]):
         seen = Counter(module for path in self.items for module in set(path.modules))
         return {module: n / len(self.items) for module, n in seen.most_common()}
 
-    def table(self) -> TextTable:
+    def table(self) -> Table:
         """The paths as a table, one row per path."""
         columns = (
-            TextColumn("leaf"),
-            TextColumn("element"),
-            TextColumn("weight", "number"),
-            TextColumn("gradient", "number"),
-            TextColumn("coverage", "share"),
-            TextColumn("steps", "count"),
-            TextColumn("way"),
+            Column("leaf"),
+            Column("element"),
+            Column("weight", "number"),
+            Column("gradient", "number"),
+            Column("coverage", "share"),
+            Column("steps", "count"),
+            Column("way"),
         )
         rows = tuple(
-            (p.name, str(list(p.index)), p.weight, p.gradient, known(p.coverage), len(p), _route(p))
+            (p.name, str(list(p.index)), p.weight, p.gradient, p.coverage, len(p), _route(p))
             for p in self.items
         )
-        return TextTable(self.title, columns, rows)
+        return Table(self.title, columns, rows)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"Paths({len(self.items):,} paths)"
-
-    def _picked(self, order: Sequence[int]) -> Paths:
-        return Paths(tuple(self.items[n] for n in order), self.title)
 
 
 # From edges to paths ------------------------------------------------------------------------------
