@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import isfinite
 from typing import Any, TypeVar, cast
 
 import torch
@@ -274,8 +275,9 @@ class Session:
         first = table.label(leaves.values())
         names = {leaf: (name, *table.names_of(leaf)[1:]) for leaf, name in first.items()}
         result = compared(gradients, names)
-        for name in result.not_finite() if nonfinite == "raise" else ():
-            term, cotangent = known[name]
+        for name, (term, cotangent) in known.items() if nonfinite == "raise" else ():
+            if isfinite(result.norm(name)):
+                continue
             mine = {first[leaf]: grad for leaf, grad in gradients[name]}
             with placing(f"term {name!r}"):
                 refuse_nonfinite(mine, term, seed_of(term, cotangent), table, self._hooks)

@@ -156,7 +156,7 @@ def test_the_table_prints_sorts_plots() -> None:
     assert len(table.top(2, "cosine ce·kl")) == 2
     frame = table.to_pandas()
     assert frame["norm ce"][0] == table.norm("ce")
-    axes: Any = table.plot()
+    axes: Any = table.plot("cosine ce·kl")
     assert axes.get_xlabel() == "cosine ce·kl"
     assert table["body"].elements == 4 * 6 + 6 + 36 + 6
 

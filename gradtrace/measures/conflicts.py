@@ -183,19 +183,6 @@ class Conflicts(Table):
         table = Table(f"Cosines of terms{where}", columns, rows)  # type: ignore[arg-type]
         return table.sort("cosine", descending=False)
 
-    def not_finite(self) -> list[str]:
-        """The terms whose gradient is not finite, or too large for its square to be."""
-        sizes = self._over(None).products.diagonal()
-        return [term for term, size in zip(self.terms, sizes.tolist()) if not isfinite(size)]
-
-    def _plotted(self) -> str:
-        """By default a plot shows the two terms that are most opposed over all parameters."""
-        if len(self.terms) > MOST_COLUMNS:
-            return "lowest cosine"
-        pairs = list(combinations(range(len(self.terms)), 2))
-        _, *pair = min(self._over(None).cosines, default=(nan, *pairs[0]))
-        return self.columns[2 + len(self.terms) + pairs.index((pair[0], pair[1]))].name
-
     def _term(self, name: str | int) -> int:
         name = str(name) if isinstance(name, int) else name  # the index of a sample
         if name not in self.terms:
@@ -249,7 +236,8 @@ def _of_terms(terms: Sequence[str], first: Iterable[Column]) -> list[Column]:
 def _numbers(each: Compared, terms: Sequence[str]) -> list[float | None]:
     count = len(terms)
     norms = [each.norm(n) for n in range(count)]
-    return [*norms, *(_known(each.cosine(a, b)) for a, b in combinations(range(count), 2))]
+    cosines = (each.cosine(a, b) for a, b in combinations(range(count), 2))
+    return [*norms, *(x if isfinite(x) else None for x in cosines)]
 
 
 def _summary(each: Compared, terms: Sequence[str]) -> tuple[object, ...]:
@@ -266,10 +254,6 @@ def _summary(each: Compared, terms: Sequence[str]) -> tuple[object, ...]:
 def _won(each: Compared, terms: Sequence[str]) -> tuple[str | None, float | None]:
     won = each.winner
     return (None, None) if won is None else (terms[won], each.share(won))
-
-
-def _known(x: float) -> float | None:
-    return x if isfinite(x) else None
 
 
 def _notes(terms: Sequence[str], some: Sequence[Compared], whole: Compared) -> Iterator[str]:
@@ -380,9 +364,9 @@ def checked_terms(terms: Mapping[str, Tensor] | Tensor) -> dict[str, tuple[Tenso
     if isinstance(terms, Mapping):
         for name, term in terms.items():
             _check_term(name, term)
-    devices = {str(term.device): name for name, (term, _) in reversed(found.items())}
+    devices = {str(term.device): name for name, (term, _) in found.items()}
     if len(devices) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in reversed(devices.items()))
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise GradtraceError(
             f"terms lie on different devices ({places}), so they cannot be added up; move them to "
             "one where they are made: term.to(device)"
