@@ -64,7 +64,7 @@ def test_shares_are_those_of_a_direct_trace(by: Any, rule: str) -> None:
             loss.backward()
             found = monitor.history.rows[n]
             assert found.loss == pytest.approx(loss.item())
-            for name, share in expected.influence(*([] if by == "modules" else [by])).shares.items():
+            for name, share in expected.influence(by).shares.items():
                 mine = found[f"share {name}"]
                 assert mine == share or (math.isnan(mine) and math.isnan(share))
     assert ("share ends" in {c.name for c in monitor.history.columns}) == (by != "modules")
@@ -168,7 +168,7 @@ def test_evaluation_and_several_calls_in_a_step() -> None:
         monitor.step(loss)
     with gt.watch(model) as watch:
         loss = F.cross_entropy(model(x) + model(-x), y)
-    expected = {row.module: row.norm for row in watch.trace(loss).flow()}
+    expected = {row.name: row.norm for row in watch.trace(loss).norms()}
     found = monitor.history.rows[0]
     assert [found[f"norm {n}"] for n in "012"] == pytest.approx([expected[n] for n in "012"])
 

@@ -72,11 +72,11 @@ def test_every_kind_of_writer_gets_the_same(kind: type[Any] | None) -> None:
     assert values.keys() == {0, 2}
     assert values[0].keys() == {
         *(PREFIX + each for each in ("loss", "cost", "term/size", "term/sign")),
-        *(PREFIX + each for each in ("cosine/size_sign", "fork/mix")),
+        *(PREFIX + each for each in ("cosine/size_sign", "fork/add/mix", "fork/add/skip")),
     }
     row = monitor.history.rows[1]
     assert values[2][f"{PREFIX}loss"] == row.loss
-    assert values[2][f"{PREFIX}fork/mix"] == row["fork mix"]
+    assert values[2][f"{PREFIX}fork/add/mix"] == row["fork add/mix"]
 
 
 def test_named_parts_are_curves() -> None:
