@@ -1,651 +1,331 @@
-"""``Monitor``: traces of a training loop, without disturbing it."""
+"""``Monitor``: which steps of a training loop it traces, and what it says of them."""
 
 from __future__ import annotations
 
 import copy
+import io
 import math
 import pickle
-import sys
-import warnings
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.nn import functional as F
 
 import gradtrace as gt
-from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.tracing.influence import Influence
-from gradtrace.training import monitor
+from gradtrace.errors import GradtraceError
+from tests.waits import Waits
 
 Batch = tuple[Tensor, Tensor]
 
 
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def batches(count: int, size: int = 5) -> list[Batch]:
+def batches(count: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(size, 4, generator=generator),
-            torch.randint(3, (size,), generator=generator),
-        )
-        for _ in range(count)
-    ]
+    one = [torch.randn(5, 4, generator=generator) for _ in range(count)]
+    return [(x, torch.randint(3, (5,), generator=generator)) for x in one]
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def train(model: nn.Module, steps: int, monitor: gt.Monitor | None = None, **more: Any) -> None:
+def train(model: nn.Module, steps: int, monitor: gt.Monitor, **more: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches(steps):
         loss = loss_of(model, batch)
-        if monitor is not None:
-            monitor.step(loss, **more)
+        monitor.step(loss, **more)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def direct(model: nn.Module, batch: Batch, **how: Any) -> Influence:
-    with gt.watch(model) as watch:
-        loss = loss_of(model, batch)
-    return watch.trace(loss).influence(**how)
+# What is measured ---------------------------------------------------------------------------------
 
 
-def hooks(model: nn.Module) -> int:
-    return sum(
-        len(table)
-        for module in model.modules()
-        for table in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-            module._forward_hooks_always_called,
-        )
-    )
-
-
-# What is found ------------------------------------------------------------------------------------
-
-
-def test_influence_is_that_of_a_direct_trace() -> None:
-    model = net().eval()
-    with gt.Monitor(model, every=1, budget=None) as monitor:
-        for batch in batches(3):
-            expected = direct(model, batch)
-            loss = loss_of(model, batch)
-            record = monitor.step(loss)
-            assert record is not None and record.influence == expected
-            assert record.loss == loss.item() and record.verdict
-            loss.backward()
-    assert monitor.history.influences[-1] == expected
-    assert set(monitor.history.components) == {"0", "1", "2", "3"} - {"2"}
-
-
-def test_norms_are_those_of_gradients() -> None:
-    model = net().eval()
-    with gt.Monitor(model, budget=None) as monitor:
-        loss = loss_of(model, batches(1)[0])
-        record = monitor.step(loss)
-        loss.backward()
-    assert record is not None
-    for name in ("0", "3"):
-        grads = torch.cat([p.grad.flatten() for p in model[int(name)].parameters()])  # type: ignore[union-attr]
-        assert record.norms[name].own == pytest.approx(grads.norm().item(), rel=1e-5)
-
-
-def test_components_rule_and_sample_are_passed_on() -> None:
-    model, batch = net().eval(), batches(1)[0]
-    groups = {"ends": ["0", "3"]}
-    with gt.Monitor(model, components=groups, rule="viterbi", sample=None, budget=None) as monitor:
-        record = monitor.step(loss_of(model, batch))
-    with gt.watch(model) as watch:
-        loss = loss_of(model, batch)
-    assert record is not None
-    assert record.influence == watch.trace(loss, rule="viterbi").influence(groups)
-
-
-def test_vectors_of_losses_are_pairs() -> None:
-    model = net().eval()
-    x, y = batches(1)[0]
-    monitor = gt.Monitor(model, budget=None)
-    record = monitor.step(functional.cross_entropy(model(x), y, reduction="none"))
-    monitor.close()
-    assert record is not None and record.influence is not None and record.influence.pairs == 5
-
-
-# Which steps are traced --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("every", [1, 3, 100])
-def test_every(every: int) -> None:
+@pytest.mark.parametrize("by", ["modules", {"ends": ["0", "2"]}])
+@pytest.mark.parametrize("rule", ["greedy", "edge"])
+def test_shares_are_those_of_a_direct_trace(by: Any, rule: str) -> None:
     model = net()
-    with gt.Monitor(model, every=every, budget=None) as monitor:
+    with gt.Monitor(model, every=1, by=by, rule=rule) as monitor:
+        for n, batch in enumerate(batches(2)):
+            with gt.watch(model) as watch:
+                expected = watch.trace(loss_of(model, batch), rule=rule)
+            loss = loss_of(model, batch)
+            monitor.step(loss)
+            loss.backward()
+            found = monitor.history.rows[n]
+            assert found.loss == pytest.approx(loss.item())
+            for name, share in expected.influence(by).shares.items():
+                mine = found[f"share {name}"]
+                assert mine == share or (math.isnan(mine) and math.isnan(share))
+    assert ("share ends" in {c.name for c in monitor.history.columns}) == (by != "modules")
+
+
+def test_norms_are_those_of_gradients_without_the_scale() -> None:
+    model, batch = net(), batches(1)[0]
+    for scale in (1.0, 8.0):
+        with gt.Monitor(model, every=1) as monitor:
+            out = model(batch[0])
+            loss = F.cross_entropy(out, batch[1])
+            (grad,) = torch.autograd.grad(loss, out, retain_graph=True)
+            monitor.step(scale * loss, scale=scale)
+        row = monitor.history.rows[0]
+        assert row["norm 2"] == pytest.approx(grad.norm().item(), rel=1e-5)
+        assert row.loss == pytest.approx(loss.item())
+
+
+def test_terms_are_compared() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with gt.Monitor(model, every=1) as monitor:
+        up, down = model(torch.tensor([3.0, 4.0])).sum(), model(torch.tensor([-1.0, 0.0])).sum()
+        monitor.step(up + down, terms={"up": up, "down": down})
+    row = monitor.history.rows[0]
+    assert (row["term up"], row["term down"]) == (5.0, 1.0)
+    assert row["cosine up down"] == pytest.approx(-0.6)
+
+
+# Which steps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_every_is_exact(every: int) -> None:
+    with gt.Monitor(model := net(), every=every) as monitor:
         train(model, 8, monitor)
-    assert monitor.history.steps == tuple(range(0, 8, every))
-    assert monitor.cost.traces == len(monitor.history)
+    assert monitor.history.column("step") == list(range(0, 8, every))
+    assert monitor.times.column("step") == list(range(7))
 
 
-def test_a_step_of_several_backward_passes() -> None:
-    model = net().eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = {}
-    with gt.Monitor(model, every=2, accumulate=3, budget=None) as monitor:
+def test_of_an_accumulated_step_the_first_pass_is_traced() -> None:
+    model = net()
+    with gt.Monitor(model, every=2, accumulate=3) as monitor:
+        traced = []
         for n, batch in enumerate(batches(12)):
-            expected[n] = direct(model, batch)
-            loss = loss_of(model, batch)
-            monitor.step(loss / 3, scale=1 / 3)
-            (loss / 3).backward()
-            if n % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    history = monitor.history
-    assert history.steps == (0, 2)
-    for record, first in zip(history.records, (0, 6)):
-        assert record.influence is not None
-        assert record.influence.shares == expected[first].shares
-        assert record.scale == pytest.approx(1 / 3)
-    model = net().eval()
-    plain = loss_of(model, batches(1)[0])
-    assert history.losses[0] == pytest.approx(plain.item(), rel=1e-6)
-
-
-def test_begin_gives_steps_their_numbers() -> None:
-    model = net()
-    with gt.Monitor(model, every=10, budget=None) as monitor:
-        for step in (100, 100, 105, 109, 110, 110, 111, 120):
-            monitor.begin(step)
-            monitor.step(loss_of(model, batches(1)[0]))
-    assert monitor.history.steps == (100, 110, 120)
-
-
-# Mixed precision ----------------------------------------------------------------------------------
-
-
-class Scaler:
-    """``torch.amp.GradScaler`` works on GPUs only."""
-
-    def get_scale(self) -> float:
-        return 1024.0
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.get_scale()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("scale", [1024.0, 1 / 4, -2.0])
-def test_norms_outside_of_modules_are_told_without_a_scale(scale: float, reduction: str) -> None:
-    model, (x, y), found = Parts(), batches(1)[0], []
-    model.forward = lambda x: model.second(model.encode(x))  # type: ignore[method-assign]
-    for by in (1.0, scale):
-        with gt.Monitor(model, budget=None) as monitor:
-            loss = functional.cross_entropy(model(x), y, reduction=reduction)
-            record = monitor.step(loss if by == 1.0 else loss * by, scale=by)
-            assert record is not None and record.norms is not None
-            found.append(record.norms)
-    plain, scaled = found
-    assert plain.keys() == scaled.keys() and "" in plain
-    for name, each in plain.items():
-        assert scaled[name] == pytest.approx(each), name
-
-
-def test_scaled_losses_are_told_without_their_scale() -> None:
-    model, batch, scaler = net().eval(), batches(1)[0], Scaler()
-    found = []
-    for scale in (None, scaler):
-        with gt.Monitor(model, budget=None) as monitor:
-            loss = loss_of(model, batch)
-            if scale is None:
-                found.append(monitor.step(loss))
-            else:
-                found.append(monitor.step(scale.scale(loss), scale=scale))
-    plain, scaled = found
-    assert plain is not None and scaled is not None
-    assert scaled.scale == 1024 and scaled.loss == plain.loss
-    assert scaled.influence == plain.influence  # powers of two change no bit
-    assert scaled.norms == plain.norms
-
-
-def test_autocast_is_no_matter() -> None:
-    model, (x, y) = net().eval(), batches(1)[0]
-    found = []
-    for inside in (True, False):
-        with gt.Monitor(model, budget=None) as monitor:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = functional.cross_entropy(model(x).float(), y)
-                if inside:
-                    found.append(monitor.step(loss))
-            if not inside:
-                found.append(monitor.step(loss))
-            before = {n: p.clone() for n, p in model.named_parameters()}
+            if monitor.due:
+                traced.append(n)
+            loss = loss_of(model, batch) / 3
+            monitor.step(loss, scale=1 / 3)
             loss.backward()
-            assert all(torch.equal(before[n], p) for n, p in model.named_parameters())
-    with gt.watch(model) as watch, torch.autocast("cpu", torch.bfloat16):
-        loss = functional.cross_entropy(model(x).float(), y)
-    trace = watch.trace(loss)
-    assert found[0] is not None and found[1] is not None
-    assert found[0].influence == found[1].influence == trace.influence()
-    assert found[0].norms == found[1].norms
-    assert found[0].norms["0"].own == trace.norms()["0"].own
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert traced == [0, 6] and monitor.history.column("step") == [0, 2]
+    whole = loss_of(model, batches(12)[0]).item()
+    assert monitor.history.rows[0].loss == pytest.approx(whole)
 
 
-# Training is as without ---------------------------------------------------------------------------
+def test_the_cost_decides_and_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with gt.Monitor(model := net(), cost=1.0) as much, gt.Monitor(model, cost=1e-6) as little:
+        for batch in batches(60):
+            loss = loss_of(model, batch)
+            much.step(loss)
+            little.step(loss)
+            loss.backward()
+    assert len(little.history) == 1
+    assert 2 <= len(much.history) < 60 and much.history.column("step")[0] == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("gradtrace: traces one step in ") and "," in said[0]
+    assert "% of the time" in said[1] and 0 < much.cost.share < 2
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.into, self.out = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.mix(self.into(x).unsqueeze(1).expand(-1, 6, -1)).mean(1))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.out = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.mix(x.unsqueeze(1).expand(-1, 5, -1))[0][:, -1])
-
-
-class Checkpointed(nn.Module):
-    """Batch norm and a dropout whose random numbers are not put back."""
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.into = nn.Linear(4, 8)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1))
-        self.out = nn.Linear(8, 3)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside = checkpoint(
-            self.body, self.into(x), use_reentrant=self.reentrant, preserve_rng_state=False
-        )
-        return self.out(inside)
-
-
-@pytest.mark.parametrize("make", [net, Attention, Recurrent, Checkpointed])
-def test_training_has_the_same_bits(make: Callable[[], nn.Module]) -> None:
-    states = []
-    for monitored in (False, True):
-        torch.manual_seed(0)
-        model = make()
-        torch.manual_seed(7)
-        monitor = gt.Monitor(model, every=2, budget=None) if monitored else None
-        train(model, 6, monitor)
-        if monitor is not None:
-            assert len(monitor.history) == 3
-            monitor.close()
-        states.append((model.state_dict(), torch.get_rng_state()))
-    (plain, random), (watched, other) = states
-    assert all(torch.equal(plain[name], watched[name]) for name in plain)
-    assert torch.equal(random, other)
-
-
-def test_the_model_is_as_before() -> None:
+def test_steps_may_have_numbers_of_their_own() -> None:
     model = net()
-    before = hooks(model)
-    with gt.Monitor(model, every=2, budget=None) as monitor:
-        loss = loss_of(model, batches(1)[0])
-        assert hooks(model) == 0  # its calls are seen without
+    with gt.Monitor(model, every=10, start=40) as monitor:
+        for n, batch in zip((40, 41, 50, 53, 60), batches(5)):
+            monitor.begin(n)
+            monitor.step(loss_of(model, batch))
+    assert monitor.history.column("step") == [40, 50, 60]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_model_whose_parts_are_called(begins: bool) -> None:
+    model, x = net(), torch.randn(5, 4)
+    with gt.Monitor(model, every=1) as monitor:
+        if begins:
+            monitor.begin()
+        loss = model[2](model[1](model[0](x))).square().mean()
+        if begins:
+            monitor.step(loss)
+        else:
+            with pytest.warns(UserWarning, match=r"call monitor.begin\(\)"):
+                monitor.step(loss)
+    note = monitor.history.rows[0].note
+    assert ("call monitor.begin()" in note) != begins
+    assert begins == ("share 0" in {each.name for each in monitor.history.columns})
+
+
+def test_evaluation_and_several_calls_in_a_step() -> None:
+    model, (x, y) = net(), batches(1)[0]
+    with gt.Monitor(model, every=1) as monitor:
+        with torch.no_grad():
+            model(x)
+        loss = F.cross_entropy(model(x) + model(-x), y)
         monitor.step(loss)
-        assert hooks(model) == 0
-        assert all(p.grad is None for p in model.parameters())
-    assert hooks(model) == before
-    monitor.close()  # again
+    with gt.watch(model) as watch:
+        loss = F.cross_entropy(model(x) + model(-x), y)
+    expected = {row.name: row.norm for row in watch.trace(loss).norms()}
+    found = monitor.history.rows[0]
+    assert [found[f"norm {n}"] for n in "012"] == pytest.approx([expected[n] for n in "012"])
 
 
-def test_copies_and_pickles_of_the_model_have_nothing_of_it() -> None:
+# The model is left alone --------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_of_the_model_have_nothing_of_it(tmp_path: Path) -> None:
     model = net()
-    with gt.Monitor(model, budget=None) as monitor:
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            other(batches(1)[0][0])
-            assert monitor._sampled._watch is None
-        assert monitor.step(loss_of(model, batches(1)[0])) is not None
-
-
-def test_evaluation_in_between() -> None:
-    model = net()
-    with gt.Monitor(model, every=1, budget=None) as monitor:
-        for batch in batches(3):
-            loss = loss_of(model, batch)
-            with torch.no_grad():
-                model.eval()
-                model(batch[0])
-                model.train()
-            expected = monitor.step(loss)
-            assert expected is not None and expected.influence is not None
-            assert set(expected.influence.shares) == {"0", "1", "2", "3"}
-            loss.backward()
-    # Steps with an evaluation in between are not timed.
-    assert monitor.history.timed == ()
-
-
-# Errors of the user's ----------------------------------------------------------------------------
-
-
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.fails = nn.Linear(4, 3), True
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x)
-        if self.fails:
-            raise KeyError("mine")
-        return found
-
-
-def test_errors_in_a_step_leave_nothing_behind() -> None:
-    model = Failing()
-    with pytest.raises(KeyError, match="mine"), gt.Monitor(model, budget=None) as monitor:
-        loss_of(model, batches(1)[0])
-    assert hooks(model) == 0
-    assert monitor.history.notes == ("the run was ended by KeyError at step 0",)
-    assert not monitor.history.running
-
-
-def test_a_loop_may_go_on_after_an_error() -> None:
-    model = Failing()
-    with gt.Monitor(model, budget=None) as monitor:
-        for _ in range(2):
-            with pytest.raises(KeyError, match="mine"):
-                loss_of(model, batches(1)[0])
-        model.fails = False
-        record = monitor.step(loss_of(model, batches(1)[0]))
-        assert hooks(model) == 0
-    assert record is not None and record.influence is not None
-    assert record.influence.shares.keys() == {"inner"}
-
-
-def test_losses_that_are_not_numbers_are_recorded() -> None:
-    model = net()
-    with gt.Monitor(model, every=1, budget=None) as monitor:
-        monitor.step(loss_of(model, batches(1)[0]))
-        loss = loss_of(model, batches(1)[0]) * math.nan
-        record = monitor.step(loss)
-        monitor.step(loss_of(model, batches(1)[0]))
-    assert record is not None and record.influence is None
-    assert "not finite" in record.notes[0]
-    found = monitor.history
-    assert math.isnan(found.losses[1]) and not math.isnan(found.losses[2])
-    assert [table is None for table in found.influences] == [False, True, False]
-
-
-def test_the_first_step_may_be_nan() -> None:
-    model = net()
-    with gt.Monitor(model, every=1, budget=None) as monitor:
-        record = monitor.step(loss_of(model, batches(1)[0]) * math.inf)
-    assert record is not None and record.influence is None
-
-
-def test_a_loss_that_does_not_reach_the_model() -> None:
-    model, other = net(), net(1)
-    with gt.Monitor(model, budget=None) as monitor:
-        model(batches(1)[0][0])
-        with pytest.raises(GradtraceError, match="no parameter of the Sequential"):
-            monitor.step(loss_of(other, batches(1)[0]))
+    with gt.Monitor(model, every=1, folder=tmp_path) as monitor:
+        others = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        torch.save(model, io.BytesIO())
+        for other in others:
+            loss_of(other, batches(1)[0]).backward()
+        train(model, 2, monitor)
+    assert len(monitor.history) == 2 and not any(monitor.history.column("note"))
+    assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 def test_parameters_of_a_functional_call_are_known() -> None:
-    """Where the watch is opened, the model holds tensors that are made from its parameters."""
     model, (x, y) = net(), batches(1)[0]
-    with gt.Monitor(model, every=1, budget=None) as monitor:
-        scaled = {name: p * 1.5 for name, p in model.named_parameters()}
-        record = monitor.step(functional.cross_entropy(functional_call(model, scaled, (x,)), y))
-    assert record is not None and record.influence is not None
-    assert record.influence["3"].own == sum(p.numel() for p in model[3].parameters())
+    mine = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
+    with gt.Monitor(model, every=1) as monitor:
+        monitor.step(F.cross_entropy(functional_call(model, mine, (x,)), y))
+    assert monitor.history.rows[0]["share 2"] == 1.0
 
 
-def test_a_loss_of_another_model_that_is_not_called_either() -> None:
-    model, other = net(), net(1)
-    with gt.Monitor(model, budget=None) as monitor:
-        assert monitor.step(loss_of(other, batches(1)[0])) is None
-        with pytest.raises(GradtraceError, match="no parameter of the Sequential"):
+@pytest.mark.parametrize("way", ["torch.compile", "in place"])
+def test_compiled_models(way: str) -> None:
+    model = net()
+    if way == "in place":
+        model.compile(backend="eager")
+    trained = model if way == "in place" else torch.compile(model, backend="eager")
+    with gt.Monitor(trained, every=2) as monitor:
+        train(trained, 4, monitor)
+    assert monitor.history.column("share 2") == [1.0, 1.0]
+
+
+# What goes wrong ----------------------------------------------------------------------------------
+
+
+class Opaque(torch.autograd.Function):
+    """Its backward pass cannot be followed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.square().sqrt()
+
+
+def test_an_error_of_a_trace_is_told_once_and_training_goes_on() -> None:
+    model = net()
+    with gt.Monitor(model, every=1) as monitor, pytest.warns(UserWarning) as told:
+        for x, y in batches(3):
+            loss = F.cross_entropy(Opaque.apply(model(x)), y)  # type: ignore[no-untyped-call]
+            monitor.step(loss)
+            loss.backward()
+    assert len([each for each in told if "was not traced" in str(each.message)]) == 1
+    assert all("not linear" in note or "linear" in note for note in monitor.history.column("note"))
+    assert monitor.history.column("step") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_losses_that_are_not_finite_are_recorded(number: float) -> None:
+    model, (x, y) = net(), batches(1)[0]
+    with gt.Monitor(model, every=1) as monitor:
+        with pytest.warns(UserWarning, match="was not traced"):
+            monitor.step(loss_of(model, (x, y)) * number)
+        monitor.step(loss_of(model, (x, y)))
+    first, second = monitor.history.rows
+    assert not math.isfinite(first.loss) and second["share 2"] == 1.0 and not second.note
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "left": nn.Linear(2, 1)})
+    with gt.Monitor(model, every=1) as monitor:
+        monitor.begin()
+        with pytest.warns(UserWarning, match=r"2 of 4 parameters .* left.weight, left.bias"):
+            monitor.step(model["used"](torch.ones(1, 2)).sum())
+        other = net()
+        monitor.begin()
+        with pytest.warns(UserWarning, match="no parameter of this ModuleDict takes part"):
             monitor.step(loss_of(other, batches(1)[0]))
 
 
-@pytest.mark.parametrize("loss", [0.5, None, torch.tensor(1.0)])
-def test_what_is_no_loss(loss: Any) -> None:
+def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
     model = net()
-    with gt.Monitor(model, budget=None) as monitor:
-        model(batches(1)[0][0])
-        with pytest.raises(GradtraceError):
-            monitor.step(loss)
-        assert hooks(model) == 0
+    with pytest.raises(RuntimeError, match="mat1"), gt.Monitor(model, every=1) as monitor:
+        model(torch.ones(2, 3))
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert monitor.history.notes == ("ended by RuntimeError",)
+    with gt.watch(model):  # none is open any more
+        model(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "text"),
     [
-        {"every": 0},
-        {"every": True},
-        {"sample": 0},
-        {"accumulate": 1.5},
-        {"budget": 0},
-        {"budget": 2},
-        {"rule": "best"},
-        {"loggers": "tensorboard"},
-        {"loggers": [3]},
-        {"file": "/nowhere/run.jsonl"},
+        ({"every": 0}, "every is a whole number from 1 on, not 0"),
+        ({"every": True}, "every is a whole number"),
+        ({"accumulate": 1.5}, "accumulate is a whole number"),
+        ({"rule": "egde"}, "did you mean 'edge'"),
+        ({"cost": 0}, "cost is a share of the time"),
+        ({"spike": 1}, "spike is a factor above 1"),
+        ({"writers": "tensorboard"}, "writers is a list"),
+        ({"writers": [3]}, "a int is no writer"),
     ],
 )
-def test_bad_arguments(how: dict[str, Any]) -> None:
-    model = net()
-    with pytest.raises(GradtraceError):
-        gt.Monitor(model, **how)
-    assert hooks(model) == 0
+def test_bad_arguments(how: dict[str, Any], text: str) -> None:
+    with pytest.raises(GradtraceError, match=text):
+        gt.Monitor(net(), **how)
 
 
-def test_no_module() -> None:
-    with pytest.raises(GradtraceError, match=r"torch\.nn\.Module, got function"):
+def test_what_is_no_model_no_loss_and_no_open_monitor() -> None:
+    with pytest.raises(GradtraceError, match=r"takes a torch.nn.Module, got function"):
         gt.Monitor(net)  # type: ignore[arg-type]
-
-
-def test_after_the_end() -> None:
-    model = net()
-    monitor = gt.Monitor(model)
+    monitor = gt.Monitor(net())
+    with pytest.raises(GradtraceError, match=r"not a float; not loss.item\(\)"):
+        monitor.step(0.5)  # type: ignore[arg-type]
     monitor.close()
     with pytest.raises(GradtraceError, match="closed"):
-        monitor.step(loss_of(model, batches(1)[0]))
+        monitor.step(torch.ones(()))
 
 
-def test_reentrant_checkpoints_are_refused() -> None:
-    model = Checkpointed(reentrant=True)
-    with gt.Monitor(model, budget=None) as monitor:
-        loss = loss_of(model, batches(1)[0])
-        with pytest.raises(Unsupported, match="use_reentrant=False"):
-            monitor.step(loss)
-        assert hooks(model) == 0
+# What a step costs --------------------------------------------------------------------------------
 
 
-def test_later_errors_are_told_and_training_goes_on() -> None:
-    model = Checkpointed()
-    with gt.Monitor(model, every=1, budget=None) as monitor:
-        monitor.step(loss_of(model, batches(1)[0]))
-        model.reentrant = True
-        with pytest.warns(UserWarning, match="step 1 could not be traced"):
-            record = monitor.step(loss_of(model, batches(1)[0]))
-        model.reentrant = False
-        assert monitor.step(loss_of(model, batches(1)[0])) is not None
-    assert record is not None and record.influence is None and "reentrant" in record.notes[0]
-    assert [table is None for table in monitor.history.influences] == [False, True, False]
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-def test_hooks_are_told_of_where_there_are_some(hooked: bool) -> None:
-    """Not of a model that is called twice in a step, the watch of which is opened again."""
-    model = nn.Linear(4, 3)
-    with gt.Monitor(model, every=1, budget=None) as monitor:
-        for x, _ in batches(2):
-            first = model(x)
-            if hooked:
-                first.register_hook(lambda grad: grad * 2)
-            record = monitor.step((first + model(x + 1)).square().mean())
-            assert record is not None
-            assert [note[:18] for note in record.notes] == ["hooks on gradients"] * hooked
-
-
-# Models of other kinds ----------------------------------------------------------------------------
-
-
-class Parts(nn.Module):
-    """A model that is never called itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.first(x).tanh()
-
-
-def test_a_model_whose_parts_are_called() -> None:
-    model = Parts()
-    with gt.Monitor(model, every=5, budget=None) as monitor:
-        for x, y in batches(12):
-            monitor.step(functional.cross_entropy(model.second(model.encode(x)), y))
-    assert monitor.history.steps == (1, 6, 11)  # the first told that the model is not called
-    assert set(monitor.history.components) == {"first", "second"}
-
-
-class Lossy(nn.Module):
-    """A model that calls its Monitor from within its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
-
-    def forward(self, batch: Batch, monitor: gt.Monitor) -> None:
-        loss = loss_of(self.inner, batch)
-        monitor.step(loss)
-        loss.backward()
-
-
-def test_a_model_that_calls_its_monitor() -> None:
-    model = Lossy()
-    with gt.Monitor(model, every=2, budget=None) as monitor:
-        for batch in batches(5):
-            model(batch, monitor)
-    assert monitor.history.steps == (0, 2, 4)
-
-
-def test_shared_parameters_count_once() -> None:
-    model = net().eval()
-    model[3] = nn.Linear(6, 4)
-    model.append(nn.Linear(4, 6))
-    model[4].weight = model[0].weight
-    x = torch.randn(5, 4)
-    with gt.Monitor(model, sample=None, budget=None) as monitor:
-        record = monitor.step(model(x).square().mean())
-    assert record is not None and record.influence is not None
-    assert record.influence["0"].own == 6 * 4 + 6
-    assert sum(p.numel() for p in model.parameters()) == 6 * 4 + 6 + 4 * 6 + 4 + 6
-
-
-def test_two_models_with_a_monitor_each() -> None:
-    torch.manual_seed(0)
-    maker, judge = nn.Sequential(nn.Linear(2, 4)), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1))
-    with (
-        gt.Monitor(maker, every=2, budget=None) as first,
-        gt.Monitor(judge, every=2, budget=None) as second,
-    ):
-        for x, _ in batches(4):
-            made = maker(torch.randn(5, 2))
-            loss = judge(x).mean() - judge(made.detach()).mean()
-            second.step(loss)
-            loss.backward()
-            loss = judge(made).mean()
-            first.step(loss)
-            loss.backward()
-    assert first.history.steps == second.history.steps == (0, 2)
-    assert set(first.history.components) == {"0"}
-    assert set(second.history.components) == {"0", "1"}
-    assert hooks(maker) == hooks(judge) == 0
-
-
-@pytest.mark.parametrize("way", ["outer", "inner", "in place"])
-def test_compiled_models(way: str) -> None:
-    model = net().eval()
-    expected = direct(model, batches(1)[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own
-        called: nn.Module = model
-        if way == "in place":
-            model.compile(backend="aot_eager")
-        else:
-            called = torch.compile(model, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
-        watched = model if way == "inner" else called
-        with gt.Monitor(watched, every=2, budget=None) as monitor:
-            for _ in range(5):
-                loss = loss_of(called, batches(1)[0])
-                monitor.step(loss)
-                loss.backward()
-    first = 1 if way == "inner" else 0
-    assert monitor.history.steps == tuple(range(first, 5, 2))
-    assert all(table == expected for table in monitor.history.influences)
-    assert hooks(model) == 0
-    torch._dynamo.reset()
-
-
-# Loggers ------------------------------------------------------------------------------------------
-
-
-def test_loggers_get_few_numbers() -> None:
-    model, heard = net().eval(), []
-    with gt.Monitor(
-        model, every=2, budget=None, loggers=[lambda *said: heard.append(said)]
-    ) as monitor:
-        train(model, 3, monitor)
-    assert [step for step, _ in heard] == [0, 2]
-    record = monitor.history.records[-1]
-    said = heard[-1][1]
-    assert said["gradtrace/loss"] == record.loss
-    assert set(said) <= {"gradtrace/loss", "gradtrace/cost"}  # in a chain there is no choice
-
-
-def test_a_logger_that_fails_is_told_of_once() -> None:
-    def fails(step: int, scalars: object) -> None:
-        raise OSError("no network")
-
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_untraced_step_waits_for_nothing(
+    keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: the loss and the norms of a step are read while the next one is under way."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(
+        "gradtrace.training.monitor.AsyncCopy", late := type("Late", (Late,), {"read_of": []})
+    )
+    monkeypatch.setattr("gradtrace.training.gradients.AsyncCopy", late)
     model = net()
-    with gt.Monitor(model, every=1, budget=None, loggers=[fails]) as monitor:
-        with pytest.warns(UserWarning, match="no network"):
-            monitor.step(loss_of(model, batches(1)[0]))
-        assert monitor.step(loss_of(model, batches(1)[0])) is not None
+    with gt.Monitor(model, every=100, folder=tmp_path if keeps else None) as monitor:
+        train(model, 2, monitor)
+        with Waits() as waits:
+            train(model, 4, monitor)
+    assert waits.places == []
+    assert bool(late.read_of) == keeps
 
 
-def test_what_is_still_open_at_the_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    left = gt.Monitor(model, budget=None)
-    left.step(loss_of(model, batches(1)[0]))
-    monkeypatch.setattr(sys, "last_type", ValueError, raising=False)
-    monitor._close_all()
-    assert hooks(model) == 0
-    assert left.history.notes == ("the run was ended by ValueError at step 1",)
+class Late:
+    """Stands for an ``AsyncCopy``: nothing of a step is read before the next one is under way."""
 
+    read_of: list[int]
 
-def test_a_loss_in_full_precision_within_autocast() -> None:
-    model = net().eval()
-    expected = direct(model, batches(1)[0])
-    with gt.Monitor(model, budget=None) as monitor:
-        loss = loss_of(model, batches(1)[0])
-        with torch.autocast("cpu", torch.bfloat16):
-            record = monitor.step(loss)
-    assert record is not None and record.influence == expected
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def read(self) -> Any:
+        self.read_of.append(1)
+        return np.ones(self.x.shape)

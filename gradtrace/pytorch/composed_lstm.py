@@ -83,7 +83,7 @@ def _both(asks: Callable[[], bool], *args: Any) -> Any:
     with torch.random.fork_rng(devices=()):
         composed = lstm(*args)
     pairs = zip(_VF.vf.lstm(*args), composed)
-    return tuple(_Both.apply(asks, *pair) for pair in pairs)
+    return tuple(_Both.apply(asks, *pair) for pair in pairs)  # type: ignore[no-untyped-call]
 
 
 class _Both(torch.autograd.Function):
@@ -95,7 +95,7 @@ class _Both(torch.autograd.Function):
         return fused.view_as(fused)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return (None, None, grad) if ctx.asks() else (None, grad, None)
 
 

@@ -45,15 +45,16 @@ class Gradients:
         self._named = list[tuple[str, Tensor]]()
         self._recent = dict[int, deque[list[float]]]()  # norms by parameter, by number in the step
         self._late: tuple[Pass, list[AsyncCopy], list[list[int]]] | None = None
-        self._lasting = False  # whether the pass before was bad: what lasts is told once
+        self._lasting = ""  # what was bad in the pass before, which is told once
         self.parameters: dict[str, Tensor] | None = None  # a GPU's, as they were in ``_late``
 
     def follow(self, loss: Tensor, one: Pass) -> None:
         """Look at the loss, and at the gradients when its backward pass has ended."""
-        if not loss.is_cuda and not isfinite(value := float(one.loss.read())):
-            lasting, self._lasting = self._lasting, True
-            if not lasting:
-                self._bad(one, f"the loss is {value}", "", "")
+        if not loss.is_cuda:
+            if not isfinite(value := float(one.loss.read())):
+                self._found(one, "loss", f"the loss is {value}")
+                return
+            self._lasting = self._lasting.replace("loss", "")
         if not loss.requires_grad:
             return
         queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -122,11 +123,16 @@ class Gradients:
         elif total > self.spike * usual > 0:
             times = f"{total / usual:,.0f} times the usual {usual:.3g}"
             why = f"the gradient has norm {total:.4g}, {times}"
-        lasting, self._lasting = self._lasting, bool(why)
-        if why and not lasting:
-            self._bad(one, why, *self._words(norms, recent))
+        words = self._words(norms, recent) if why else ("", "")
+        self._found(one, "gradient" if why else "", why, *words)
         if isfinite(total):
             recent.append(norms)
+
+    def _found(self, one: Pass, kind: str, why: str, words: str = "", module: str = "") -> None:
+        """What is bad in a pass, if anything is."""
+        lasting, self._lasting = self._lasting, kind
+        if kind and not lasting:
+            self._bad(one, why, words, module)
 
     def _words(self, norms: list[float], recent: Sequence[list[float]]) -> tuple[str, str]:
         """The norms by module, now and usually, what grew most first; and the first module."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from gradtrace.errors import GradtraceError
 
-EXACT = 20_000_000
-SAMPLED = 10_000
 MOST_TERMS = 4
 """Of more loss terms, the lowest cosine stands for all pairs."""
 
@@ -33,38 +31,20 @@ def measured(
 ) -> tuple[dict[str, float], set[str]]:
     """The numbers of a loss, and the names of the parameters that it reaches."""
     trace = watch.trace(loss, rule=asked.rule)
-    found = _shares(trace, asked)
+    how = {"sample": asked.sample, "seed": asked.seed}
+    table, found = trace.influence(asked.by, **how), dict[str, float]()
+    for row in table:
+        found |= {f"share {row.name}": row.share, f"weighted {row.name}": row.weighted}
+        if isfinite(error := table.errors[row.name]):
+            found[f"± share {row.name}"] = error
     if asked.forks and asked.by == "modules":
         with suppress(GradtraceError):  # there are too many forks
-            found |= _forks(trace, asked)
-    norms = {row.module: row.norm / abs(scale) for row in trace.flow()}
-    found |= {f"norm {name}": norm for name, norm in norms.items() if name}
+            forks = trace.influence("forks", **how).shares
+            found |= {f"fork {name}": share for name, share in forks.items()}
+    found |= {f"norm {row.name}": row.norm / abs(scale) for row in trace.norms()}
     if terms is not None:
         found |= _compared(watch, terms, scale)
     return found, {*trace.gradients, *getattr(trace.gradients, "aliases", {})}
-
-
-def _sample(trace: Any, asked: Asked) -> Any:
-    if asked.sample != "auto":
-        return asked.sample
-    elements = sum(leaf.tensor.numel() for leaf in trace.leaves.values())
-    return None if elements <= EXACT else SAMPLED
-
-
-def _shares(trace: Any, asked: Asked) -> dict[str, float]:
-    by = None if asked.by == "modules" else asked.by
-    table = trace.influence(by, sample=_sample(trace, asked), seed=asked.seed)
-    found = dict[str, float]()
-    for row in table:
-        found |= {f"share {row.name}": row.count.share, f"weighted {row.name}": row.gradient.share}
-        if isfinite(error := table.errors.get(row.name, nan) if table.measured else nan):
-            found[f"± share {row.name}"] = error
-    return found
-
-
-def _forks(trace: Any, asked: Asked) -> dict[str, float]:
-    choices = trace.choices(sample=_sample(trace, asked), seed=asked.seed)
-    return {f"fork {name}": share for name, share in choices.between_modules().items()}
 
 
 def _compared(watch: Any, terms: Mapping[str, Tensor], scale: float) -> dict[str, float]:

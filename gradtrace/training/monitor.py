@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from math import inf, isfinite, nan
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradtrace.autodiff.hooks import silenced
+from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.errors import GradtraceError, caution, listed, not_one_of, reason_of
 from gradtrace.kernels.sync import AsyncCopy
 from gradtrace.pytorch.wrapped_modules import is_tensor_parallel, sharded_modules
@@ -156,7 +158,9 @@ class Monitor:
         self._forwards = Forwards(model, folder is not None)
         self._gradients = None if folder is None else Gradients(unwrapped(model), spike, self._keep)
         self._open, self._told = True, set[str]()
-        weakref.finalize(self, _ended, self._log, self._forwards)
+        once = ExitStack()  # saved tensors that hooks unpack once serve the trace and training
+        once.enter_context(UNPACKED_ONCE())
+        self._end = weakref.finalize(self, _ended, self._log, self._forwards, once)
         self._decide()
 
     def _timing(self, now: float) -> None:
@@ -265,7 +269,7 @@ class Monitor:
         try:
             by = _factor(scale)
             line["loss"] = float(loss.detach().double().mean()) / by
-            with undisturbed(unwrapped(self.model)):
+            with undisturbed(unwrapped(self.model)), silenced():
                 line |= self._measured(watch, loss, terms, by)
                 if not self._traces and self.every is None:  # the next ones take no warming up
                     begun = perf_counter()
@@ -376,11 +380,10 @@ class Monitor:
         if not self._open:
             return
         self._open = False
-        self._forwards.close()
         with suppress(Exception):
             if self._gradients is not None:
                 self._gradients.read()
-        self._log.flush()
+        self._end()
         self._log.add({"end": self._at, "note": f"ended by {error}" if error else ""})
         if self._page is not None and not self._rank:
             try:
@@ -393,8 +396,9 @@ class Monitor:
             print("; ".join([f"gradtrace: {self.cost}", *where]), file=sys.stderr)
 
 
-def _ended(log: RunLog, forwards: Forwards) -> None:
+def _ended(log: RunLog, forwards: Forwards, once: ExitStack) -> None:
     forwards.close()
+    once.close()
     log.flush()
 
 
