@@ -6,17 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from gradtrace.components.components import Component, ComponentSelection
 from gradtrace.components.operator_names import MOVES, spoken
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.program import Block
+from gradtrace.table import Row
 from gradtrace.traced import Trace
 
 SUMS = ("AddBackward0", "SubBackward0", "CatBackward0", "StackBackward0")
 
 
-def arguments(trace: Trace, groups: Mapping[str, str] | None = None) -> ComponentSelection:
+def rows(trace: Trace) -> list[Row]:
+    """The rows of the influence of all arguments, from the first sum on."""
+    chosen = arguments(trace)
+    table = trace.influence(chosen)
+    return [table[name] for name in (each.name for each in chosen.components)]
+
+
+def arguments(trace: Trace, groups: Mapping[str, str] | None = None) -> Any:
     """The arguments by name, such as ``add[1] from layer``; or groups of them, by pattern."""
     bits, found, seen = ComponentBits({}, {}, {}), list[Component](), dict[str, int]()
     takers = {v: block for block in trace.program.blocks for v in block.takes.values()}

@@ -37,9 +37,9 @@ from gradtrace.kernels.operands import Contraction, LowRankLines, Matrices, Oper
 from gradtrace.kernels.strides import reduction
 from gradtrace.linops import Contract, Normaliser, Scale
 from gradtrace.semirings import ABS, TopK
+from gradtrace.table import Table
 from gradtrace.tracing import greedy_rule
 from gradtrace.tracing.greedy_rule import Greedy
-from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.provenance import ProvenanceTable
 from gradtrace.tracing.traced_value import TracedValue
 
@@ -408,7 +408,7 @@ class Branched(nn.Module):
         return x * (x > 0)
 
 
-def influences(device: str, dtype: torch.dtype, pairs: int, **how: Any) -> Influence:
+def influences(device: str, dtype: torch.dtype, pairs: int, **how: Any) -> Table:
     """Of the same small model, on a device."""
     torch.manual_seed(0)
     model = Branched().to(dtype)
@@ -422,7 +422,7 @@ def influences(device: str, dtype: torch.dtype, pairs: int, **how: Any) -> Influ
     return watch.trace(loss, **how).influence()
 
 
-def cancelling(device: str) -> Influence:
+def cancelling(device: str) -> Table:
     """Of plain leaves with elements that are 0: of some because what comes to them cancels."""
     given = torch.tensor([[1.0, 2, 0, 3], [-1, 0, 0, 1]], device=device)
     some = {name: torch.ones(4, device=device, requires_grad=True) for name in "abc"}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from math import isnan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_map
 
 import gradtrace as gt
 from gradtrace.traced import Trace
+from gradtrace.tracing.coverage import parts_of
+from gradtrace.tracing.followed import drawn_sample, follow_paths
 
 POWERS = (1, 8, 20)
 
@@ -76,7 +79,7 @@ MODULES = {
     "head 0": "label:head 0",
     "head 1": "label:head 1",
 }
-COMPONENTS = {**MODULES, "tanh": "operator:TanhBackward0", "sums": "argument:*"}
+COMPONENTS = {**MODULES, "tanh": "operator:TanhBackward0", "sums": "operator:AddBackward0"}
 
 
 def trace(
@@ -119,6 +122,13 @@ def measures(
     return measures_of(trace(device, dtype, pairs, places=places), pairs)
 
 
+def parts(traced: Trace) -> list[float]:
+    """The part of its gradient that the path of each element carries, in ascending order."""
+    drawn = drawn_sample(traced, 10**9, 0)
+    found = parts_of(traced, (follow_paths(traced, some, pair) for pair, some in drawn)).part
+    return sorted(found[np.isfinite(found)].tolist())
+
+
 def measures_of(traced: Trace, pairs: bool) -> dict[str, Any]:
     floats = {**decomposed(traced, COMPONENTS), **masses(traced)}
     counts: dict[str, Any] = {}
@@ -133,12 +143,10 @@ def measures_of(traced: Trace, pairs: bool) -> dict[str, Any]:
             )
             for row in table
         ]
-        floats[f"coverage {rule}"] = list(ruled.coverage().parts)
+        floats[f"coverage {rule}"] = parts(ruled)
     if not pairs:
-        found = traced.choices(("paths", "gradient", "mass"), every=True)
-        counts["choices"] = [(row.fork, row.branch, row.through) for row in found]
-        floats["choices"] = [share for row in found for share in row.others.values()]
-        counts["agreement"] = list(traced.agreement(COMPONENTS).same_path.values())
+        found = traced.influence("forks")
+        counts["forks"] = [(row.name, row.through, row.eligible) for row in found]
     return {"floats": floats, "counts": counts}
 
 
@@ -176,11 +184,6 @@ def masses(traced: Trace) -> dict[str, Any]:
         found[f"mass {p}"] = {row.name: (row.mass, row.eligible) for row in table}
         found[f"total mass {p}"] = table.total
         found[f"mass shares {p}"] = table.shares
-        for by in ("length", "branches") if p == 1 else ():
-            spectrum = traced.spectrum(by, p=p)
-            found[f"{by} {p}"] = {row.grade: (row.mass, row.gradient) for row in spectrum}
-    part = traced.spectrum("branches", of="linear.weight")
-    found["parts"] = [gradient.cpu() for gradient in part.gradients.values()]
     return found
 
 

@@ -48,11 +48,8 @@ def digest(*found: object) -> str:
 
 
 def table(found: object) -> str:
-    """Every row of an influence table: whole numbers and fractions, exactly."""
-    rows = found.rows  # type: ignore[attr-defined]
-    return digest(
-        *((r.name, r.own, r.unreached, r.count.parts(), r.gradient.parts()) for r in rows)
-    )
+    """Every row of an influence table, exactly."""
+    return digest(*(row.values for row in found.rows))  # type: ignore[attr-defined]
 
 
 def of_trace(trace: object, kind: str | None) -> Iterator[str]:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
+from arguments import rows as rows_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -661,7 +663,8 @@ def test_residual_chain_influence_of_branches(rule: str) -> None:
 def test_residual_chain_arguments(rule: str) -> None:
     """Which argument of sum n: 0 is the skip, 1 the branch, by which ``w_n`` comes too."""
     watch, loss = MIXED.torch()
-    table = watch.trace(loss, rule=rule).influence("arguments")
+    trace = watch.trace(loss, rule=rule)
+    table = trace.influence(arguments(trace))
     assert len(table) == 12
     for n in range(6):
         takers = sum(n in layers for layers in TAKEN.values())
@@ -669,7 +672,7 @@ def test_residual_chain_arguments(rule: str) -> None:
         branch = table[f"{n}.add[1] from {n}.branch"]
         assert (skip.through, skip.eligible) == ((4 - takers) * (n + 1), 4 * (n + 1))
         assert (branch.through, branch.eligible) == (takers * (n + 1) + 4, 4 * (n + 2))
-    picked = watch.trace(loss, rule=rule).influence({"skips": "argument:*[[]0] from *"})
+    picked = trace.influence(arguments(trace, {"skips": "*[[]0] from *"}))
     (row,) = picked
     # w_5 comes to no skip, and w_4[3] goes by branch 4 and branch 5; all others, by a skip or more
     assert (row.through, row.eligible) == (23, 24)
@@ -971,7 +974,8 @@ def test_operator_paths(operator: Operator, rule: str) -> None:
 def test_operator_influence(operator: Operator, rule: str) -> None:
     """Which side of the fork: the arguments of both sums, counted from what was chosen."""
     loss, leaves = operator.loss()
-    table = gt.trace(loss, rule=rule, names=leaves).influence("arguments")
+    trace = gt.trace(loss, rule=rule, names=leaves)
+    table = rows_of(trace)
     rows = [row for rows in operator.entries().values() for row in rows.values()]
     found = [at for row in rows if (at := operator.chosen(rule, row))]
     a, b, c = ([n for *_, n in found].count(side) for side in range(3))

@@ -24,10 +24,10 @@ import gradtrace as gt
 from gradtrace.ir.static_operands import StaticOperands
 from gradtrace.kernels import tuning
 from gradtrace.kernels.capture import NotCapturable
+from gradtrace.table import Table
 from gradtrace.traced import Trace
 from gradtrace.tracing import counting, executor, provenance, traced_value
 from gradtrace.tracing.captured_pass import CapturedPass
-from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import KEPT, forget
 
 
@@ -46,7 +46,7 @@ def traced(model: nn.Module, *given: Tensor, rule: str = "greedy") -> Trace:
     return watch.trace(loss, rule=rule)
 
 
-def uncaptured(trace: Trace, kind: str | None = None, of: str | None = None) -> Influence:
+def uncaptured(trace: Trace, kind: str | None = None, of: str | None = None) -> Table:
     """The same table, executed instruction by instruction."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counting, "_captured", lambda *_: nullcontext())

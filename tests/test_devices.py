@@ -22,7 +22,7 @@ from gradtrace import session
 from gradtrace.errors import GradtraceError, Unsupported
 from gradtrace.ir.lazy_gradient import LazyGradient
 from gradtrace.ir.program import Constants, Leaf, MapTable
-from gradtrace.linops import Contract, Index, Normaliser, Opaque, Scale, Sparse, read_through
+from gradtrace.linops import Contract, Index, Normaliser, Scale, Sparse, read_through
 from gradtrace.linops.read_through import (
     AwayView,
     Copies,
@@ -173,11 +173,6 @@ def test_functions_that_hold_tensors_are_applied_where_these_are() -> None:
         except NotImplementedError:  # a meta tensor has no elements to bring back
             assert wanted == "meta"
         assert places.pop() == wanted
-    function = moving(there)
-    opaque = copied_on_read(Opaque(lambda x: function(x), (3,), (2,), ""), Copies(CPU))
-    with pytest.raises(NotImplementedError):
-        opaque.apply(torch.ones(3))
-    assert places == ["meta"]
 
 
 def test_values_are_on_a_gpu_if_leaves_are() -> None:
@@ -255,7 +250,7 @@ def numbers(trace: Trace) -> dict[str, Any]:
         "mass": [mass.total, *mass.shares.values()],
         "gradients": [gradient.cpu() for gradient in trace.gradients.values()],
     }
-    return {"counts": counts, "floats": floats, "coverage": trace.coverage().parts}
+    return {"counts": counts, "floats": floats, "coverage": measured.parts(trace)}
 
 
 def covers_alike(found: Sequence[float], wanted: Sequence[float]) -> None:
@@ -315,10 +310,9 @@ def test_other_semirings_flow_and_paths(semiring: Semiring) -> None:
         flat = {(name, n): x for name in found for n, x in enumerate(tree_leaves(found[name]))}
         places = {name: p.device for name, p in model.named_parameters()}
         assert all(x.device == places[name] for (name, _), x in flat.items())
-        tables = trace.influence(sample=40), trace.influence(leaf_rows=0.5)
-        counts = [[row.count for row in table] for table in tables]
-        whole = watch.trace(loss, granularity="operator").path("0.weight")
-        paths = [without_copies(path) for path in (*trace.paths(sample=20), whole)]
+        tables = trace.influence(sample=40), trace.influence()
+        counts = [[(row.through, row.eligible) for row in table] for table in tables]
+        paths = [without_copies(path) for path in trace.paths(sample=20)]
         numbers = [row.norm for row in trace.norms().rows]
         numbers += [path.weight for path in trace.paths("0.weight", k=3)]
         return {key: x.cpu() for key, x in flat.items()}, numbers, counts, paths

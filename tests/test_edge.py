@@ -25,6 +25,7 @@ from gradtrace.ir.plan import Storage
 from gradtrace.paths.paths import path_provenance
 from gradtrace.recording import gradients
 from gradtrace.traced import Trace
+from gradtrace.tracing.coverage import PATH_RULES
 
 GRAPHS, EACH = few(100, 2000), 50
 
@@ -164,19 +165,6 @@ def test_no_path_where_all_is_zero() -> None:
     with pytest.raises(GradtraceError, match="no path"):
         trace.path("x", 0)
     consistent(trace, {0: 2})
-
-
-def test_whole_tensors() -> None:
-    """Split hands back 3 + 3 by two outputs, each of them less than the 4 of the scaling."""
-    x = leaf(1.0, 1.0)
-    low, high = x.split(1)
-    loss = (3 * low).sum() + (3 * high).sum() + (2 * x).sum()
-    for rule, operator in (("greedy", "SplitBackward0"), ("edge", "MulBackward0")):
-        trace = gt.trace(loss, names={"x": x}, rule=rule, granularity="operator")
-        path = trace.path("x")
-        assert path.operators[0] == operator
-        assert path.steps[0].share == (0.6 if rule == "greedy" else 0.4)
-        assert trace.influence("operators")
 
 
 # Influence is that of the paths ------------------------------------------------------------------

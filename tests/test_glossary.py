@@ -76,9 +76,8 @@ def tables() -> list[TextTable]:
     split = trace.decompose(["a", "b"])
     wide = watch.conflicts(losses[:2])
     found = watch.attribute(lambda x: model(x).sum(), {"x": x})
-    forks = trace.choices(("paths", "gradient", "mass"))
-    shown = [trace.influence(sample=8), trace.influence(), split, trace.mass(), forks]
-    shown += [trace.spectrum(), trace.spectrum(by="branches"), trace.agreement(), trace.coverage()]
+    shown = [trace.influence(sample=8), trace.influence(), split, trace.mass()]
+    shown += [trace.coverage()]
     shown += [trace.norms(), trace.path("a.weight", (0, 0)), trace.paths("a.weight", k=2), wide]
     shown += [watch.conflicts(losses), wide.cosines(), found, found.neurons("a"), found.by(["a"])]
     return [each.table() for each in shown]

@@ -7,7 +7,7 @@ import torch
 from random_transformers import Problem, gpt2
 
 import gradtrace as gt
-from gradtrace.tracing.influence import Influence
+from gradtrace.table import Table
 from gradtrace.tracing.kept_plans import forget
 from tests.backends import imitate_gpu
 from tests.waits import Waits
@@ -20,7 +20,7 @@ def problem(layers: int) -> Problem:
     return gpt2(8, vocab_size=30, n_embd=12, n_layer=layers, n_head=2, n_positions=8)
 
 
-def measured(given: Problem, rule: str = "greedy") -> Influence:
+def measured(given: Problem, rule: str = "greedy") -> Table:
     with gt.watch(given.model) as watch:
         loss = given.loss()
     return watch.trace(loss, rule=rule).influence()

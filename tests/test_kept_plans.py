@@ -79,10 +79,12 @@ def test_another_loss_of_the_same_structure_uses_the_plan(rule: str) -> None:
     assert kept == fresh(lambda: traced(model, x, rule).influence())
 
 
-@pytest.mark.parametrize("kind", [None, "classes", "operators", ["left", "o*"], {"a": ["left"]}])
+@pytest.mark.parametrize(
+    "kind", ["modules", nn.Linear, "operators", ["left", "o*"], {"a": ["left"]}]
+)
 def test_every_choice_of_components_has_its_plan(kind: Any) -> None:
     model, x = Branches(added=True), torch.randn(5, 4)
-    traced(model, x).influence("arguments")
+    traced(model, x).influence("forks")
     tables = [traced(model, x).influence(kind) for _ in range(2)]
     of = [traced(model, x).influence(kind, of="left") for _ in range(2)]
     assert tables[0] == tables[1] == fresh(lambda: traced(model, x).influence(kind))

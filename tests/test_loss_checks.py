@@ -43,8 +43,6 @@ def asked(loss: Tensor, leaves: Leaves) -> dict[str, Any]:
     found["flow"] = str(trace.norms())
     viterbi = gt.trace(loss, names=leaves, rule="viterbi")
     found["viterbi"] = str(viterbi.influence("operators"))
-    coarse = gt.trace(loss, names=leaves, granularity="operator")
-    found["coarse"] = str(coarse.influence("operators"))
     found["program"] = len(programs.program(loss, names=leaves).blocks)
     return found
 

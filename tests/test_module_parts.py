@@ -12,7 +12,7 @@ from architectures import in_float64
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import UnknownName
 from gradtrace.traced import Trace
 
 
@@ -211,13 +211,6 @@ def test_unknown_heads_are_refused_by_name() -> None:
     for kind in ("heads", "experts", "layers", "steps"):
         with pytest.raises(UnknownName, match=f"{kind} are found from the modules of a watched"):
             gt.trace(w.sum()).influence(kind)
-
-
-def test_whole_tensors_have_no_heads() -> None:
-    x = torch.randn(2, 3, 8)
-    trace = traced(Repeated(2), lambda m: m(x).sum(), granularity="operator")
-    with pytest.raises(GradtraceError, match="granularity='scalar'"):
-        trace.influence("heads")
 
 
 # Experts -----------------------------------------------------------------------------------------

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from arguments import arguments
+from arguments import rows as rows_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
+from gradtrace.paths.every_path import every_path
 from gradtrace.semirings import COUNT, MAX, TopK
 
 RULES = ("greedy", "edge", "viterbi")
@@ -921,8 +924,10 @@ def test_influence_of_classes_and_groups_counts_paths(name: str, rule: str) -> N
     trace = made.watch.trace(made.loss, rule=rule)
     recount = Recount(made, trace)
     kinds = {path: type(module).__name__ for path, module in made.model.named_modules()}
-    for row in trace.influence("classes"):
-        mine = [path for path, kind in kinds.items() if kind == row.name and path]
+    called = {row.name for row in trace.influence()}
+    names = {f"class:{kind}" for path, kind in kinds.items() if path in called}
+    for row in trace.influence(sorted(names)):
+        mine = [p for p, kind in kinds.items() if f"class:{kind}" == row.name and p]
         inside = lambda name: any(within(name, path) for path in mine)  # noqa: E731, B023
         wanted = recount.of(
             lambda path: any(inside(step.module) for step in path.steps[1:]),  # noqa: B023
@@ -993,7 +998,7 @@ def test_influence_of_arguments_counts_paths(name: str, rule: str) -> None:
     made = Made.of(name)
     trace = made.watch.trace(made.loss, rule=rule)
     recount = Recount(made, trace)
-    table = trace.influence("arguments")
+    table = trace.influence(arguments(trace))
     graph = made.watch.graph(made.loss)
     sums = [op for op in graph if op.name == "AddBackward0" and len(_users(graph, op)) == 2]
     assert len(table) == 2 * len(sums) > 0
@@ -1042,7 +1047,7 @@ def test_influence_of_joined_branches_counts_paths(rule: str) -> None:
     made = Made.of("joined")
     trace = made.watch.trace(made.loss, rule=rule)
     paths = trace.paths(sample=1 << 40)
-    table = trace.influence("arguments")
+    table = trace.influence(arguments(trace))
     makers = {
         "cat[0]": ("CatBackward0", "TanhBackward0"),
         "cat[1]": ("CatBackward0", "ReluBackward0"),
@@ -1204,7 +1209,7 @@ def test_of_equal_arguments_the_first_wins(rule: str) -> None:
     for join in joins:
         y = x * 1.0
         trace = gt.trace(join(y, y).sum(), rule=rule, names={"x": x})
-        first, second = (row.through for row in trace.influence("arguments"))
+        first, second = (row.through for row in rows_of(trace))
         assert (first, second) == (2, 0)
     path = gt.trace((x - x).sum(), rule=rule, names={"x": x}).path("x", 0)
     assert [step.derivative for step in path.steps] == [1.0, 1.0, 1.0]  # not by the second, -1
@@ -1390,7 +1395,7 @@ def test_deep_and_shallow_branches_are_compared_in_full(
     trace = gt.trace(loss, rule=rule, names={"x": x})
     deep = factor**60 > other
     assert [len(trace.path("x", n)) for n in range(2)] == [63 if deep else 4] * 2
-    assert [row.through for row in trace.influence("arguments")] == [2 * deep, 2 * (not deep)]
+    assert [row.through for row in rows_of(trace)] == [2 * deep, 2 * (not deep)]
     best = trace.paths("x", 1, k=2)
     assert [path.weight for path in best] == near(sorted([factor**60, other], reverse=True))
 
@@ -1478,7 +1483,7 @@ def test_no_path_after_an_optimiser_step() -> None:
         lambda: trace.paths("2.bias"),
         lambda: trace.paths(sample=3),
         lambda: trace.influence(),
-        lambda: trace.enumerate(),
+        lambda: every_path(trace),
     ):
         with pytest.raises(GradtraceError, match=r"changed in place.*optimiser step"):
             ask()
@@ -1513,7 +1518,7 @@ def test_leaves_that_share_a_gradient_tensor() -> None:
         "a",
         "b",
     }
-    assert [row.through for row in trace.influence("arguments")] == [1, 1]
+    assert [row.through for row in rows_of(trace)] == [1, 1]
 
 
 # To look at --------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ from gradtrace.linops import (
 )
 from gradtrace.linops.axes import MIXED, Axis, recognised
 from gradtrace.semirings import MAX
+from gradtrace.table import Table
 from gradtrace.tracing.executor import Executor
 from gradtrace.tracing.greedy_rule import Greedy
-from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import forget
 from gradtrace.tracing.per_sample import Pairs, places
 from gradtrace.tracing.traced_value import TracedValue
@@ -169,13 +169,14 @@ def watched(model: nn.Module, x: Tensor, y: Tensor) -> tuple[gt.watch, Tensor]:
     return watch, loss
 
 
-def assert_same(found: Influence, wanted: Influence) -> None:
-    assert [row.name for row in found] == [row.name for row in wanted]
-    for a, b in zip(found, wanted):
-        assert a.count == b.count, a.name
-        assert (a.own, a.unreached) == (b.own, b.unreached)
-        for mine, theirs in zip(a.gradient.parts(), b.gradient.parts()):
-            assert float(mine) == pytest.approx(float(theirs), rel=1e-9)
+def assert_same(found: Table, wanted: Table) -> None:
+    assert set(found.names) == set(wanted.names)
+    for a in found:
+        b = wanted[a.name]
+        for column in ("through", "eligible", "own", "unreached"):
+            assert a[column] == b[column], a.name
+        for column in ("weighted", "± share", "± weighted", "|g| through", "|g| eligible"):
+            assert a[column] == pytest.approx(b[column], rel=1e-9, abs=1e-12, nan_ok=True), column
 
 
 @pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])
@@ -186,14 +187,14 @@ def test_together_is_each_alone(name: str, rule: str) -> None:
     model = model.double()
     watch, loss = watched(model, x, y)
     # PyTorch takes other operators for a batch of one in attention and recurrent layers.
-    for components in (None, "operators") if name in ("images", "tied") else (None, "classes"):
+    for components in (None, "operators") if name in ("images", "tied") else (None,):
         together = watch.trace(loss, rule=rule).influence(components)
         alone = []
         for b in range(BATCH):
             one, single = watched(model, x[b : b + 1], y[b : b + 1])
             alone.append(one.trace(single, rule=rule).influence(components))
-        total = alone[0].merge(*alone[1:])
-        assert together.pairs == total.pairs == BATCH
+        total = Table.total(alone)
+        assert together.about["losses"] == total.about["losses"] == BATCH
         assert_same(together, total)
 
 
@@ -218,12 +219,10 @@ def test_paths_of_a_pair_are_those_of_the_sample_alone(name: str, rule: str) -> 
 # Where samples mix -------------------------------------------------------------------------------
 
 
-def one_by_one(
-    watch: gt.watch, loss: Tensor, rule: str, components: str | None = None
-) -> Influence:
+def one_by_one(watch: gt.watch, loss: Tensor, rule: str, components: str | None = None) -> Table:
     """Every pair by a pass of its own, from the same graph."""
     found = [watch.trace(loss[b], rule=rule).influence(components) for b in range(len(loss))]
-    return found[0].merge(*found[1:])
+    return Table.total(found)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "edge", "viterbi"])

@@ -187,7 +187,6 @@ def test_wrapper_subclasses_are_refused_clearly(kind: str) -> None:
     for ask in (
         lambda: gt.backward(loss, gt.semirings.MAX, names=leaves),
         lambda: gt.trace(loss, names=leaves),
-        lambda: gt.trace(loss, names=leaves, granularity="operator"),
         lambda: programs.program(loss, names=leaves),
     ):
         with pytest.raises(Unsupported, match=r"is a \w+ \(.*\): its elements are behind code"):

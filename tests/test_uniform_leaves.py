@@ -17,8 +17,8 @@ from gradtrace.kernels import backend_of, tuning
 from gradtrace.kernels.reference import Reference
 from gradtrace.linops import Scatter
 from gradtrace.recording import gradients
+from gradtrace.table import Table
 from gradtrace.traced import Trace
-from gradtrace.tracing.influence import Influence
 from gradtrace.tracing.kept_plans import ComponentFacts
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def both(trace: Trace, components: str | None = None) -> tuple[Influence, Influence, bool]:
+def both(trace: Trace, components: str | None = None) -> tuple[Table, Table, bool]:
     """The table, that of an executed plan, and whether the first was counted without executing."""
     found, asked = [], ComponentFacts.uniform
 
