@@ -7,11 +7,11 @@ from typing import Any
 import programs
 import pytest
 import torch
-from gradtrace.tools.discovery import Discovery, outermost
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import gradtrace as gt
+from gradtrace.cli.discovery import Discovery, outermost
 from gradtrace.errors import GradtraceError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradtrace as gt
-from gradtrace.io.table import TextTable
+from gradtrace.table import Table
 
 ROOT = Path(gt.__file__).parent.parent
 PAGE = (ROOT / "docs" / "glossary.md").read_text()
@@ -67,7 +67,7 @@ class Net(nn.Module):
         return y
 
 
-def tables() -> list[TextTable]:
+def tables() -> list[Table]:
     torch.manual_seed(0)
     model, x = Net(), torch.randn(6, 3)
     with gt.watch(model) as watch:
@@ -80,7 +80,7 @@ def tables() -> list[TextTable]:
     shown += [trace.coverage()]
     shown += [trace.norms(), trace.path("a.weight", (0, 0)), trace.paths("a.weight", k=2), wide]
     shown += [watch.conflicts(losses), wide.cosines(), found, found.neurons("a"), found.by(["a"])]
-    return [each.table() for each in shown]
+    return [each if isinstance(each, Table) else each.table() for each in shown]
 
 
 COLUMNS = {column.name for table in tables() for column in table.columns}

@@ -18,12 +18,12 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
-from gradtrace.tools.discovery import Discovery
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
+from gradtrace.cli.discovery import Discovery
 from gradtrace.pytorch import call_listeners, call_patches, module_calls
 
 

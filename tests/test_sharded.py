@@ -16,7 +16,7 @@ from launch import Ended, Group, started
 from shards import CASES, PARALLEL_CASES, PLANS, given, losses, model, tokens, traced
 
 import gradtrace as gt
-from gradtrace.tracing.influence import Influence
+from gradtrace.table import Table
 
 PARALLEL = [(world, *case) for world, cases in PARALLEL_CASES.items() for case in cases]
 ALL = [(world, *case) for world, cases in CASES.items() for case in cases]
@@ -143,8 +143,8 @@ def test_a_trace_of_parts_is_that_of_the_whole_model(
     table = traced(net, tokens(PLANS[plan]), rule, one).influence()
     for found in groups[world].each("tensor_parallel", f"{plan} {rule} {one}"):
         assert counts(found) == counts(as_json(table.to_dict()))
-        shares = Influence.from_dict(found).by("gradient").shares
-        assert shares == pytest.approx(table.by("gradient").shares, rel=1e-9, nan_ok=True)
+        shares = Table.from_dict(found).column("weighted")
+        assert shares == pytest.approx(table.column("weighted"), rel=1e-9, nan_ok=True)
 
 
 @pytest.mark.parametrize("world,plan", [(2, "layers"), (2, "sequence"), (4, "layers")])

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from gradtrace.distributed import unwrap
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, Unsupported
+from gradtrace.training import unwrap
 
 dist = torch.distributed
 pytestmark = [
