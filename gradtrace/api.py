@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from gradtrace.autodiff.graph import Graph
 from gradtrace.autodiff.names import Gradients
-from gradtrace.graphs.graph import Graph
 from gradtrace.ir.program import Program
 from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.semirings import SUM, Semiring
