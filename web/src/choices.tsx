@@ -14,7 +14,7 @@ export function seriesOf(trace: Trace): Set<number> {
   const found = new Set<number>();
   const table = trace.tables[""];
   table?.module.forEach((module, row) => {
-    if (module > 0 && table.series?.[row]) found.add(module);
+    if (module > 0 && table.series[row]) found.add(module);
   });
   return found;
 }
@@ -42,7 +42,7 @@ export function Choices({ trace, by, show }: {
 }) {
   const series = inSeries(trace);
   const forks = trace.choices;
-  if (!forks) return <p class="void">This file does not say where paths divide; trace again to see it.</p>;
+  if (!forks) return <p class="void">There are too many places where paths divide to list them.</p>;
   const some = forks.filter((fork) => fork.branches.some((branch) => branch.elements > 0));
   return (
     <>
