@@ -116,7 +116,7 @@ function One({ fork, by, show }: { fork: Fork; by: State["by"]; show: (module: n
       <h3>
         <bdi title={short(fork.name, 400)}>{short(fork.name, 60)}</bdi>
         <small>
-          {fork.times > 1 && ` ×${count(fork.times)} · `} {fork.kind} · {counted(total, "element")}
+          {counted(total, "element")}
         </small>
       </h3>
       <ul class="branches">{rows(branches.slice(0, BRANCHES))}</ul>

@@ -108,9 +108,7 @@ export interface Coverage {
 /** An operator that joins branches, or a tensor whose slices are labelled. */
 export interface Fork {
   name: string;
-  kind: string; // "sum", "concatenation", "product", "label"
   module: number; // into modules, -1 outside any
-  times: number; // how often it occurs: calls of a module, time steps
   branches: Branch[];
 }
 

@@ -195,8 +195,8 @@ describe("overview", () => {
       name, module, elements: 8 * share, share, weighted: 1 - share, error: NaN,
     });
     mine.choices = [
-      { name: "body.add", kind: "sum", module: 1, times: 3, branches: [branch("skip", 0.25), branch("body", 0.75, 1)] },
-      { name: "never", kind: "sum", module: -1, times: 1, branches: [branch("a", 0), branch("b", 0)] },
+      { name: "body.add", module: 1, branches: [branch("skip", 0.25), branch("body", 0.75, 1)] },
+      { name: "never", module: -1, branches: [branch("a", 0), branch("b", 0)] },
     ];
     const table = mine.tables[""]!;
     table.series = Uint8Array.from(table.name, (name) => (name === "head" ? 1 : 0));
@@ -208,7 +208,6 @@ describe("overview", () => {
     expect([...box.querySelectorAll("abbr")].map((each) => each.textContent)).toContain("fork");
     expect(all("fork").map((each) => each.dataset.name)).toEqual(["body.add"]);
     expect(all("branch").map((each) => each.dataset.name)).toEqual(["body", "skip"]);
-    expect(one("fork").textContent).toContain("×3");
     expect(one("branch").textContent).toContain("75");
     expect(one("series").textContent).toContain("head");
     expect(all("influence").map((each) => each.dataset.name)).not.toContain("head");
@@ -224,7 +223,7 @@ describe("overview", () => {
     const data = small();
     const mine = data.traces[0]!;
     mine.choices = [
-      { name: "body.add", kind: "sum", module: 1, times: 1, branches: [{ name: "body", module: 1, elements: 6, share: 0.75, weighted: 0.25, error: NaN }] },
+      { name: "body.add", module: 1, branches: [{ name: "body", module: 1, elements: 6, share: 0.75, weighted: 0.25, error: NaN }] },
     ];
     const { all, one, state } = show(Overview, data, { module: 1 });
     const text = one("module").textContent!;
