@@ -196,3 +196,7 @@ def _contents(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, T
 
 def _bad(path: str, what: str, advice: str) -> GradtraceError:
     return BadFile(f"{path!r} {what}: {advice}")
+
+
+load = load_trace
+"""What ``gradtrace.load`` is."""
