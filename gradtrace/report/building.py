@@ -130,7 +130,9 @@ class _Paths:
         leaves = []
         for leaf in rows.leaves:
             (element, values), start = largest[leaf.value], starts[leaf.value]
-            start = np.where(start < 0, start, number[np.maximum(start, 0)]) if len(number) else start
+            start = (
+                np.where(start < 0, start, number[np.maximum(start, 0)]) if len(number) else start
+            )
             listed = {"element": ints(element), "gradient": values, "start": ints(start)}
             leaves.append({**self._leaf(leaf), **listed})
         paths = int((first != NONE).sum())

@@ -78,7 +78,9 @@ def write_run(path: str | os.PathLike[str], history: Table, times: Table, name: 
         times: The seconds of each step.
         name: Title of the page.
     """
-    write(path, report(None, name or str(history.about.get("model", "")), **parts((history, times))))
+    write(
+        path, report(None, name or str(history.about.get("model", "")), **parts((history, times)))
+    )
 
 
 def _places(count: int, most: int) -> Column:

@@ -115,9 +115,7 @@ function One({ fork, by, show }: { fork: Fork; by: State["by"]; show: (module: n
     <li data-testid="fork" data-name={fork.name}>
       <h3>
         <bdi title={short(fork.name, 400)}>{short(fork.name, 60)}</bdi>
-        <small>
-          {counted(total, "element")}
-        </small>
+        <small> {counted(total, "element")}</small>
       </h3>
       <ul class="branches">{rows(branches.slice(0, BRANCHES))}</ul>
       {branches.length > BRANCHES && (
