@@ -15,11 +15,11 @@ from typing import Any
 import ranks
 import torch
 import torch.distributed as dist
+from gradtrace.distributed import unwrap
 from ranks import Batch, loader
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.distributed import unwrap
 
 
 def losses(net: nn.Module, batch: Batch) -> Tensor:

@@ -34,11 +34,11 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from gradtrace.runs import history
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.io import container as files
-from gradtrace.runs import history
 
 HERE = Path(__file__).parent
 

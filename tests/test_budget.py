@@ -6,16 +6,16 @@ import math
 
 import pytest
 import torch
+from gradtrace.distributed.rank_exchange import RankExchange
+from gradtrace.runs.step_results import StepResult
+from gradtrace.training.overhead_budget import Budget
+from gradtrace.training.schedule import Schedule
 from torch import nn
 
 import gradtrace as gt
-from gradtrace.distributed.rank_exchange import RankExchange
-from gradtrace.runs.step_results import StepResult
 from gradtrace.traced import Trace
 from gradtrace.training import tuning
 from gradtrace.training.monitor import Monitor
-from gradtrace.training.overhead_budget import Budget
-from gradtrace.training.schedule import Schedule
 
 
 class Clock:

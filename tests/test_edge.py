@@ -12,6 +12,7 @@ import pytest
 import results
 import torch
 from bruteforce import ScalarGraph
+from gradtrace.measures.agreement import PATH_RULES
 from leaves import traced_leaves, with_ids
 from randomgraphs import build
 from thorough import THOROUGH, few
@@ -21,7 +22,6 @@ import gradtrace as gt
 from gradtrace.errors import GradtraceError, UnknownName
 from gradtrace.ir.passes.provenance import ComponentBits
 from gradtrace.ir.plan import Storage
-from gradtrace.measures.agreement import PATH_RULES
 from gradtrace.paths.paths import path_provenance
 from gradtrace.recording import gradients
 from gradtrace.traced import Trace

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
-
 from gradtrace.distributed import rank_exchange
 from gradtrace.distributed.rank_exchange import Message, RankExchange
+from torch.distributed import distributed_c10d
 
 dist = torch.distributed
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed")

@@ -19,19 +19,19 @@ from typing import Any
 import fresh
 import pytest
 import torch
+from gradtrace.report.tuning import MAX_SHARES
+from gradtrace.runs import history
+from gradtrace.runs.history import Norms, StepRecord
+from gradtrace.runs.writer import Writer
+from gradtrace.training.step_tracer import StepTracer
 from torch import nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
 from gradtrace.report.training import timing, training
-from gradtrace.report.tuning import MAX_SHARES
-from gradtrace.runs import history
-from gradtrace.runs.history import Norms, StepRecord
-from gradtrace.runs.writer import Writer
 from gradtrace.traced import Trace
 from gradtrace.tracing.influence import Influence, Moments, Row
 from gradtrace.training import run_report
-from gradtrace.training.step_tracer import StepTracer
 
 HOSTILE = ["</script><b>", 'a"b\\', "\u202eright", "🙂", "x" * 10_000, "\ud800", "\x00\n"]
 

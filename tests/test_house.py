@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[tuple[str, ...], int, int]] = {
         tuple(f"gradtrace/**/*{end}" for end in (".cpp", ".h", ".cu", ".cuh", ".inc")),
         0,
         6_000,
-    ),  # noqa: E501
+    ),
     "page": (("web/src/**/*.ts", "web/src/**/*.tsx"), 0, 5_200),
     "tests": (("tests/**/*.py",), 0, 36_000),
     "experiments": (("experiments/**/*.py",), 0, 5_000),

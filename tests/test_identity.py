@@ -22,15 +22,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from gradtrace.distributed import digests
+from gradtrace.distributed.code_facts import exchanged
+from gradtrace.distributed.identity import identity
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import gradtrace as gt
-from gradtrace.distributed import digests
-from gradtrace.distributed.code_facts import exchanged
-from gradtrace.distributed.identity import identity
 from gradtrace.errors import GradtraceError
 from gradtrace.tracing.influence import Influence
 

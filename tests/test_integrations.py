@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from gradtrace.runs import history
 from torch import Tensor, nn
 from torch.nn import functional
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.runs import history
 from gradtrace.tracing.influence import Influence
 from gradtrace.training import loggers
 
@@ -322,10 +322,9 @@ def test_a_callback_of_nobody() -> None:
 
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
+    from gradtrace.integrations.tensorboard import TensorBoard
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
-
-    from gradtrace.integrations.tensorboard import TensorBoard
 
     writer, ours = SummaryWriter(tmp_path / "a"), TensorBoard(tmp_path / "b")
     for step in (0, 5):
@@ -492,7 +491,6 @@ def test_trainer_and_tensorboard_get_choices_terms_and_words(
 @pytest.mark.parametrize("passes", [1, 2])
 def test_accelerate(tmp_path: Path, passes: int, capsys: pytest.CaptureFixture[str]) -> None:
     import accelerate
-
     from gradtrace.integrations.accelerate import GradTrace
 
     accelerator = accelerate.Accelerator(
@@ -531,7 +529,6 @@ def test_accelerate(tmp_path: Path, passes: int, capsys: pytest.CaptureFixture[s
 
 def test_accelerate_after_an_error(tmp_path: Path) -> None:
     import accelerate
-
     from gradtrace.integrations.accelerate import GradTrace
 
     accelerator, model = accelerate.Accelerator(cpu=True, project_dir=tmp_path), Forked()
@@ -616,7 +613,6 @@ def test_accelerate_runs_a_bad_step_again(
     tmp_path: Path, passes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import accelerate
-
     from gradtrace.integrations.accelerate import GradTrace
 
     accelerator = accelerate.Accelerator(

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from gradtrace.runs import history
+from gradtrace.runs.history import StepRecord
+from gradtrace.runs.step_results import StepResult, merged
 from torch import Tensor, nn
 from torch.nn import functional
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError
-from gradtrace.runs import history
-from gradtrace.runs.history import StepRecord
-from gradtrace.runs.step_results import StepResult, merged
 from gradtrace.training import loggers
 
 

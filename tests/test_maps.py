@@ -22,7 +22,6 @@ from torch.autograd.functional import jacobian
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtrace.linops
-from gradtrace.errors import TooLarge
 from gradtrace.kernels import Reference
 from gradtrace.linops import (
     Around,

@@ -11,6 +11,7 @@ import test_mass
 import torch
 from architectures import ARCHITECTURES
 from backends import CPU, imitate_gpu, using
+from gradtrace.measures.spectrum import spectrum_of
 from random_transformers import gpt2
 from thorough import some
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from gradtrace.ir.rescaling import DeferredRescaling, Rescaling, Scalar, ScaledV
 from gradtrace.kernels import Reference
 from gradtrace.kernels.operands import LineLayout, LowRankLines, line_operands
 from gradtrace.measures.mass import mass_of
-from gradtrace.measures.spectrum import spectrum_of
 from gradtrace.paths.path_mass import SumLayout
 from gradtrace.semirings import ABS, Abs
 from gradtrace.semirings.additive import LiftedAbs

@@ -13,17 +13,17 @@ import monitors
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ended, Group, started
-
-import gradtrace as gt
 from gradtrace.distributed.rank_exchange import Message, RankExchange
 from gradtrace.runs import history
 from gradtrace.runs.history import History
 from gradtrace.runs.step_results import StepResult
 from gradtrace.runs.writer import Writer
-from gradtrace.tracing.influence import Influence
 from gradtrace.training.gathering import Gathering
 from gradtrace.training.loggers import Loggers
+from launch import Ended, Group, started
+
+import gradtrace as gt
+from gradtrace.tracing.influence import Influence
 
 MODES = ("even", "left", "barrier", "more", "slow", "raises", "budget", "bad", "killed")
 

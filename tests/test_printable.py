@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from gradtrace.runs.history import StepRecord
+from gradtrace.runs.writer import Writer
+from gradtrace.training.loggers import Loggers
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -19,9 +22,6 @@ from gradtrace.cli import printing
 from gradtrace.cli.app import app
 from gradtrace.errors import HIDDEN, GradtraceError, UnknownName, caution, printable
 from gradtrace.io import container
-from gradtrace.runs.history import StepRecord
-from gradtrace.runs.writer import Writer
-from gradtrace.training.loggers import Loggers
 
 EVIL = {
     "colour": "\x1b[31mred",

@@ -14,14 +14,14 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
+from gradtrace.runs import history
+from gradtrace.runs.history import History
 from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, caution
 from gradtrace.io import jsonl
 from gradtrace.io.atomic_files import BadFile
-from gradtrace.runs import history
-from gradtrace.runs.history import History
 from gradtrace.training import gathering
 
 STEPS = 6

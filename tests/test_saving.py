@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import fresh
 import pytest
@@ -53,15 +55,8 @@ def test_round_trip(tmp_path: Path, rule: str, dtype: torch.dtype) -> None:
     for name, grad in made.gradients.items():
         assert torch.equal(found.gradients[name], grad)
     assert torch.equal(found.gradients["out.weight"], made.gradients["embed.weight"])  # tied
-<<<<<<< HEAD
-    assert found.influence() == made.influence()
-    assert found.influence("operators") == operators
-    assert found.influence(weight="gradient") == made.influence(weight="gradient")
-    assert found.norms() == made.norms()
-=======
     assert found.influence() == made.influence() and found.norms() == made.norms()
     assert found.coverage() == made.coverage(20, 3)
->>>>>>> 3bf28a2 (wip: tests)
     paths = made.paths(sample=20, seed=3)
     assert len(found.paths()) == len(paths)
     for row, path in zip(found.paths(), paths):
@@ -129,7 +124,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "foreign": (foreign, "holds tensors, but no trace: give a file that trace.save wrote"),
     "newer": (newer, "has schema 2, this gradtrace reads 1: update gradtrace"),
-    "changed": (changed, "is damaged: its JSON cannot be read: save the trace again"),
+    "changed": (changed, r"is damaged, as its parts do not fit together .*: copy it again"),
     "gone": (Path.unlink, r"cannot be read \(No such file or directory\): check the name"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), r"cannot be read \(Is a directory\)"),
 }
@@ -144,6 +139,24 @@ def test_other_files_are_refused_in_a_sentence(tmp_path: Path, harm: str) -> Non
     with pytest.raises(BadFile, match=words) as found:
         gt.load(file)
     assert "run.gradtrace" in str(found.value) and "\n" not in str(found.value)
+
+
+def test_changed_bytes_are_read_or_refused(tmp_path: Path) -> None:
+    file, told = tmp_path / "run.gradtrace", Counter[bool]()
+    trace().save(file, sample=5)
+    whole, random = file.read_bytes(), Random(0)
+    for _ in range(60):
+        changed = bytearray(whole)
+        for at in random.sample(range(len(whole) // 2), 5):  # most in the JSON
+            changed[at] ^= 1 << random.randrange(8)
+        file.write_bytes(changed)
+        try:
+            gt.load(file)
+        except BadFile:
+            told[False] += 1
+        else:
+            told[True] += 1
+    assert told[False] > 20
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from oracle import matrix_of
 from test_maps import TABLE, Make, close, maker
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, TooLarge
+from gradtrace.errors import GradtraceError
 from gradtrace.linops import Index, Map, Normaliser, column_sums, transposed
 from gradtrace.linops import tuning as linops_tuning
 from gradtrace.linops.low_rank_sums import sums_of_others

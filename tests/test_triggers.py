@@ -14,6 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradtrace.runs import history
+from gradtrace.training.forward_keeper import ForwardKeeper
+from gradtrace.training.nested_files import Missing, decoded, encoded
+from gradtrace.training.spike_rule import SpikeRule
+from gradtrace.training.triggers import Triggers, cause_of
 from pages import read
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,13 +30,8 @@ from gradtrace.cli import app
 from gradtrace.errors import GradtraceError
 from gradtrace.kernels.finite_gradients import FiniteGradients
 from gradtrace.pytorch.random_state import RandomState
-from gradtrace.runs import history
 from gradtrace.training import tuning
-from gradtrace.training.forward_keeper import ForwardKeeper
 from gradtrace.training.incident import Incident
-from gradtrace.training.nested_files import Missing, decoded, encoded
-from gradtrace.training.spike_rule import SpikeRule
-from gradtrace.training.triggers import Triggers, cause_of
 
 BAD = 500
 STEPS = 520

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from gradtrace.distributed import unwrap
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.distributed import unwrap
 from gradtrace.errors import GradtraceError, Unsupported
 
 dist = torch.distributed

@@ -12,7 +12,7 @@ from typing import Any
 
 from gradtrace.errors import listed as listed_first
 from gradtrace.errors import printable
-from gradtrace.io.strict_json import json_value
+from gradtrace.files import json_value
 
 SEVERITIES = ("error", "warning", "note")
 """From the worst. Errors and warnings are findings; notes say what is unusual and may be meant."""

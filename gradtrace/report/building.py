@@ -287,7 +287,7 @@ def _forks(trace: Trace, modules: Mapping[str, int], small: bool) -> list[View] 
 
 
 def _information(rows: Iterable[Row]) -> float:
-    return sum(-row.eligible * row.share * log2(row.share) for row in rows if row.share > 0)
+    return float(sum(-row.eligible * row.share * log2(row.share) for row in rows if row.share > 0))
 
 
 def _fork(

@@ -28,7 +28,7 @@ TITLE_MAX_CHARS = 200
 """The most characters of a title."""
 
 FRAME_HEIGHT_PX, NOTEBOOK_MAX_CHARS = 640, 2_000_000
-"""The height of a page in a notebook, and the most characters of one: it is saved with the output."""
+"""The height of a page in a notebook, and the most characters of one, which notebooks save."""
 
 TOO_LARGE = "its report is too large for a notebook; .report('report.html') writes it to a file"
 

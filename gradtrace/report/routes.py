@@ -43,7 +43,7 @@ def routes(
             way.append(int(operator[point]))
             point = int(points.next[point])
         passed = (number for number in module[way].tolist() if number)
-        row = {"operators": way, "modules": [number for number, _ in groupby(passed)]}
+        row: View = {"operators": way, "modules": [number for number, _ in groupby(passed)]}
         share, weighted = count[k] / len(starts), weight[k] / total if total else 0.0
         row |= {"count": int(count[k]), "share": float(share), "weighted": float(weighted)}
         found.append({**row, "starts": list(dict.fromkeys(largest))[:ROUTE_MAX_STARTS]})

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gradtrace.autodiff.names import Gradients
-from gradtrace.errors import UPDATE, BadFile, GradtraceError
+from gradtrace.errors import UPDATE, BadFile, GradtraceError, reason_of
 from gradtrace.files import json_value, naming, replacing
 from gradtrace.report import encode
 from gradtrace.report.attribution import Graph
@@ -157,7 +157,15 @@ def load_trace(path: str | os.PathLike[str]) -> Saved:
         The trace as saved: gradients, tables, and the rows of sampled paths; its ``report`` writes
         the page.
     """
-    meta, tensors = _contents(path)
+    about, tensors = _contents(path)
+    try:
+        return _saved(json.loads(about["meta"]), tensors)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"is damaged, as its parts do not fit together ({reason_of(error)})"
+        raise _bad(path, what, "copy it again, or save the trace again") from error
+
+
+def _saved(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Saved:
     grads = {name: tensors[f"gradient {n}"] for n, name in enumerate(meta["leaves"])}
     return Saved(
         Gradients(grads, meta["aliases"]),
@@ -168,9 +176,9 @@ def load_trace(path: str | os.PathLike[str]) -> Saved:
     )
 
 
-def _contents(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The JSON and the tensors of a file; an error in one sentence for any other file."""
-    bad = partial(_bad, os.fspath(path))
+def _contents(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The texts and the tensors of a file; an error in one sentence for any other file."""
+    bad = partial(_bad, path)
     with naming(path, "read") as at:
         with open(at, "rb") as file:
             start = file.read(9)
@@ -188,14 +196,11 @@ def _contents(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, T
         raise bad("holds tensors, but no trace", "give a file that trace.save wrote")
     if about.get("schema") != str(SCHEMA):
         raise bad(f"has schema {about.get('schema')}, this gradtrace reads {SCHEMA}", UPDATE)
-    try:
-        return json.loads(about["meta"]), tensors
-    except (KeyError, ValueError) as error:
-        raise bad("is damaged: its JSON cannot be read", "save the trace again") from error
+    return about, tensors
 
 
-def _bad(path: str, what: str, advice: str) -> GradtraceError:
-    return BadFile(f"{path!r} {what}: {advice}")
+def _bad(path: str | os.PathLike[str], what: str, advice: str) -> GradtraceError:
+    return BadFile(f"{os.fspath(path)!r} {what}: {advice}")
 
 
 load = load_trace

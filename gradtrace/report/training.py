@@ -14,7 +14,7 @@ from gradtrace.report.page import report, write
 from gradtrace.table import Table
 
 MAX_SHARES, MAX_TIMES = 100_000, 5_000
-"""The most shares of a run in a page, and the most step times; of more it has some, evenly spaced."""
+"""The most shares and step times of a run in a page; of more it has some, evenly spaced."""
 
 
 def parts(run: Any) -> dict[str, View | None]:
@@ -23,8 +23,8 @@ def parts(run: Any) -> dict[str, View | None]:
         return {"training": None, "timing": None}
     if not (isinstance(run, tuple) and len(run) == 2):
         raise GradtraceError(
-            f"training={run!r} is no run; give its two tables: (monitor.history, monitor.times), or "
-            "gt.load('run.jsonl')"
+            f"training={run!r} is no run; give its two tables: (monitor.history, monitor.times), "
+            "or gt.load('run.jsonl')"
         )
     return {"training": training(run[0]), "timing": timing(run[1])}
 
