@@ -16,6 +16,7 @@ from gradtrace.attribution.input_recorder import InputTracer
 from gradtrace.attribution.result import Attribution
 from gradtrace.autodiff import nodes
 from gradtrace.autodiff.backward import RECENT, gradient, seed_of
+from gradtrace.autodiff.graph import Graph, build
 from gradtrace.autodiff.loss_checks import admit, isolated
 from gradtrace.autodiff.moved_modules import Names
 from gradtrace.autodiff.names import Gradients, LazyGradients, NameTable, placing
@@ -28,7 +29,6 @@ from gradtrace.errors import (
     Unsupported,
     not_one_of,
 )
-from gradtrace.graphs.graph import Graph, build
 from gradtrace.ir import interpreter, memory
 from gradtrace.ir.nonfinite import maybe_nonfinite, refuse_nonfinite, surely_finite
 from gradtrace.ir.program import Program
@@ -79,7 +79,7 @@ class Session:
         Returns:
             The graph, as ``gradtrace.graph`` returns it.
         """
-        return build(loss, self.name_table, self._hooks)
+        return build(loss, self.name_table)
 
     @isolated()
     def backward(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
-from gradtrace import report as reports
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
 from gradtrace.errors import GradtraceError
@@ -19,9 +18,6 @@ from gradtrace.measures.decompose import decomposed, possible
 from gradtrace.measures.decomposition import Decomposition
 from gradtrace.measures.mass import mass_of
 from gradtrace.paths.paths import Path, Paths, sampled
-from gradtrace.report import attribution as attributed
-from gradtrace.report import saving
-from gradtrace.report.trace_view import is_large, view_of
 from gradtrace.table import Table
 from gradtrace.tracing.counting import (
     Leaves,
@@ -33,6 +29,9 @@ from gradtrace.tracing.counting import (
 )
 from gradtrace.tracing.coverage import coverage_of
 from gradtrace.tracing.traced_program import TracedProgram, indices
+
+if TYPE_CHECKING:
+    from gradtrace.report.attribution import Graph as AttributionGraph
 
 
 @dataclass
@@ -50,9 +49,7 @@ class Trace(TracedProgram):
 
     _diagnosis: Mapping[str, Any] | None = field(default=None, repr=False)  # leads the report
     # Results, which copies with another rule do not share:
-    _views: dict[tuple[object, ...], reports.View] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _views: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     # Paths ----------------------------------------------------------------------------------------
 
@@ -298,29 +295,28 @@ class Trace(TracedProgram):
 
     @isolated()
     def save(self, path: str | os.PathLike[str], *, sample: int = 1000, seed: int = 0) -> None:
-        """Write gradients, influence (of modules, and of the kinds requested so far), flow and the
-        paths of a sample of elements to a ``.gradtrace`` file; read it with ``gradtrace.load``.
+        """Write gradients, influence, norms, coverage and the paths of a sample of elements to a
+        ``.gradtrace`` file, which ``gradtrace.load`` reads without the model.
 
         Args:
             path: File to write.
             sample: How many elements' paths are saved.
             seed: Draws the same elements for the same number, on every device.
         """
-        view = self._view(sample, seed)
-        paths = list(self.paths(sample=sample, seed=seed))
-        saving.save(path, self, view, {"": self.influence()}, self.norms(), paths)
+        from gradtrace.report.saving import save
+
+        save(path, self, self._view(sample, seed), sample, seed)
 
     @isolated()
     def report(
         self,
         path: str | os.PathLike[str],
         *,
-        compare: Trace | saving.Saved | None = None,
-        name: str | Sequence[str] | None = None,
+        name: str | None = None,
         sample: int = 1000,
         seed: int = 0,
-        training: str | os.PathLike[str] | None = None,
-        attribution: attributed.Graph | None = None,
+        training: tuple[Table, Table] | None = None,
+        attribution: AttributionGraph | None = None,
     ) -> None:
         """Write the trace as one self-contained HTML file; it needs no network and no other file.
 
@@ -329,11 +325,11 @@ class Trace(TracedProgram):
 
         Args:
             path: File to write.
-            compare: Another trace to show beside this one.
-            name: Title of this trace in the report, or one for each of the two.
+            name: Title of the page.
             sample: How many random elements the top paths are taken from.
             seed: Draws the same elements for the same number, on every device.
-            training: File of a ``gradtrace.Monitor``, whose run is then shown, too.
+            training: The tables of a run, which is then shown, too: ``gradtrace.load("run.jsonl")``
+                or ``(monitor.history, monitor.times)``.
             attribution: Graph to show in a tab of its own: ``watch.attribute(...).graph()``.
 
         >>> import torch, gradtrace as gt
@@ -342,17 +338,24 @@ class Trace(TracedProgram):
         >>> with TemporaryDirectory() as folder:
         ...     gt.trace((x * x).sum(), names={"x": x}).report(f"{folder}/x.html", name="squares")
         """
-        drawn = (positive("sample", sample), seed)
-        saving.write(path, [self, compare], name, training, *drawn, attribution)
+        from gradtrace.report.saving import write_page
+
+        write_page(path, self._view(sample, seed), name, training, attribution)
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks; a smaller view for large models."""
-        return reports.framed(lambda: self._view(small=is_large(self.program)), repr(self))
+        from gradtrace.report import building, page
 
-    def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> reports.View:
+        small = building.is_large(self.program)
+        return page.framed(lambda: self._view(small=small), building.without_paths, repr(self))
+
+    def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> dict[str, Any]:
         """The data of a report; cached, so it is available after an optimiser's step."""
+        from gradtrace.report.building import view_of
+
         drawn = (positive("sample", sample), seed, small)
         key = (self.rule, *drawn)
         if key not in self._views:
             self._views[key] = view_of(self, *drawn, self._diagnosis)
-        return self._views[key]
+        found: dict[str, Any] = self._views[key]
+        return found

@@ -36,9 +36,9 @@ def read(path: Path) -> Any:
     return decoded(text)
 
 
-def path_of(trace: Any, leaf: int, cell: int) -> list[int]:
-    """The vertices of a cell's path."""
-    at, found = trace["leaves"][leaf]["map"]["start"][cell], []
+def path_of(trace: Any, leaf: int, row: int) -> list[int]:
+    """The vertices of the path of a listed element."""
+    at, found = trace["leaves"][leaf]["start"][row], []
     while at >= 0:
         found.append(at)
         at = trace["forest"]["next"][at]

@@ -12,7 +12,6 @@ import pytest
 import results
 import torch
 from bruteforce import ScalarGraph
-from gradtrace.measures.agreement import PATH_RULES
 from leaves import traced_leaves, with_ids
 from randomgraphs import build
 from thorough import THOROUGH, few

@@ -266,7 +266,7 @@ def test_measures(device: str, dtype: torch.dtype, pairs: bool) -> None:
 @on_a_gpu
 @pytest.mark.parametrize("name", ["gpt2", "conv", "gather", "sparse"])
 def test_pairs_of_scalars_are_counted(name: str) -> None:
-    """``graph.scalar_edges`` counts what the operators connect, wherever their tensors are."""
+    """What the operators connect is counted, wherever their tensors are."""
     assert devices.scalar_edges(name, "cuda") == devices.scalar_edges(name, "cpu") > 0
 
 

@@ -52,8 +52,6 @@ def test_graph_of_many_operators() -> None:
     loss, leaf = chain(MANY)
     graph = gradtrace.graph(loss, names={"x": leaf})
     assert len(graph) == MANY + 1
-    assert graph.scalar_vertices == 2 * MANY + 1
-    assert graph.scalar_edges == 2 * MANY
 
 
 FREE = """

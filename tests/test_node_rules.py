@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import torchgen
 from agreement import assert_agree
 from backends import CPU
+from scalar_pairs import block_edges
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +25,6 @@ from gradtrace.autodiff.hooks import HookWatch
 from gradtrace.autodiff.names import NameTable
 from gradtrace.autodiff.nodes import is_number
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.graphs.graph import block_edges
 from gradtrace.ir import interpreter
 from gradtrace.recording import gradients, node_rules, record
 from gradtrace.recording.formula import FormulaRecorder

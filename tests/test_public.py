@@ -57,7 +57,7 @@ LAYERS: tuple[set[str], ...] = (
     {"recording", "paths", "components", "flow"},
     {"tracing"},
     {"measures"},
-    {"graphs", "runs"},
+    {"runs"},
     {"report"},
     {"traced"},
     {"attribution"},

@@ -13,6 +13,7 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
+from scalar_pairs import scalar_edges
 from torch import Tensor, nn
 
 import gradtrace as gt
@@ -119,7 +120,7 @@ def test_recording_does_work_for_the_pairs_alone(name: str) -> None:
     out = f(*leaves)
     loss = (out * numbers(*out.shape, seed=1)).sum()
     size = sum(x.numel() for x in (out, *leaves))
-    pairs = gt.graph(loss).scalar_edges
+    pairs = scalar_edges(loss)
     assert work(lambda: programs.program(loss)) < OFTEN.get(name, 6) * (pairs + size)
 
 

@@ -1,10 +1,5 @@
-"""The report of a trace: one HTML file, made from a ``View``, which contains only data.
+"""The report of a trace or a run: one HTML file; traces in files; small graphs as pictures.
 
-``trace_view`` makes a ``View`` from a trace, ``report`` combines views, ``write`` writes the page.
+``building`` makes a view of a trace: dicts, lists and columns, under the names that ``web/src/
+types.ts`` documents. ``encode`` makes bytes of it, ``page`` puts them into the template.
 """
-
-from gradtrace.report.encode import loaded, saved
-from gradtrace.report.model import Report, View
-from gradtrace.report.page import framed, report, write
-
-__all__ = ["Report", "View", "framed", "loaded", "report", "saved", "write"]

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from gradtrace.errors import GradtraceError, TooLarge
-from gradtrace.report.model import Attribution, AttributionEdge, AttributionNode
-from gradtrace.report.tuning import ATTRIBUTION_MAX_EDGES
+from gradtrace.report.encode import View
 
 FORMAT = "gradtrace.attribution_graph"
+
+ATTRIBUTION_MAX_EDGES = 5_000
+"""The most edges of an attribution graph in a page."""
 
 
 class Graph(Protocol):
@@ -21,7 +23,7 @@ class Graph(Protocol):
         """The graph as JSON values."""
 
 
-def attribution(graph: Graph | Mapping[str, Any] | None) -> Attribution | None:
+def attribution(graph: Graph | Mapping[str, Any] | None) -> View | None:
     """The graph with numbers for the names of nodes; None if there is none."""
     if graph is None:
         return None
@@ -37,25 +39,14 @@ def attribution(graph: Graph | Mapping[str, Any] | None) -> Attribution | None:
             f"{ATTRIBUTION_MAX_EDGES:,}; prune it further: .graph(nodes=0.5, edges=0.9)"
         )
     number = {node["id"]: n for n, node in enumerate(data["nodes"])}
-    return Attribution(
-        float(data["value"]),
-        float(data["total"]),
-        data["rule"],
-        data["points"],
-        float(data["defect"]),
-        (data["whole"]["nodes"], data["whole"]["edges"]),
-        (float(data["kept"]["nodes"]), float(data["kept"]["edges"])),
-        tuple(_node(node) for node in data["nodes"]),
-        tuple(
-            AttributionEdge(number[edge["source"]], number[edge["target"]], *_sizes(edge))
+    fields = ("value", "total", "rule", "points", "defect")
+    return {
+        **{name: data[name] for name in fields},
+        "whole": [data["whole"]["nodes"], data["whole"]["edges"]],
+        "kept": [data["kept"]["nodes"], data["kept"]["edges"]],
+        "nodes": [{**node, "name": node["id"]} for node in data["nodes"]],
+        "edges": [
+            {**edge, "source": number[edge["source"]], "target": number[edge["target"]]}
             for edge in data["edges"]
-        ),
-    )
-
-
-def _node(node: Mapping[str, Any]) -> AttributionNode:
-    return AttributionNode(node["id"], node["kind"], node["label"], node["rank"], *_sizes(node))
-
-
-def _sizes(part: Mapping[str, Any]) -> tuple[float, float]:
-    return float(part["score"]), float(part["influence"])
+        ],
+    }

@@ -10,20 +10,18 @@ from typing import Any
 
 from gradtrace.autodiff.names import enclosing
 from gradtrace.errors import listed
-from gradtrace.report.model import Diagnosis, Finding
-
-SEVERITIES = ("error", "warning", "note")
+from gradtrace.report.encode import View
 
 NAMED = 6
 """How many parameters a title names."""
 
 
-def diagnosis(found: Mapping[str, Any] | None, modules: Mapping[str, int]) -> Diagnosis | None:
+def diagnosis(found: Mapping[str, Any] | None, modules: Mapping[str, int]) -> View | None:
     """The diagnosis with the numbers of its modules; ``modules`` are these by name.
 
     >>> shown = {"kind": "silent", "severity": "error", "title": "no gradient: a.0.weight",
     ...     "module": "a.0", "parameters": ["a.0.weight"], "line": "", "evidence": "", "advice": ""}
-    >>> diagnosis({"findings": [shown], "remarks": []}, {"": 0, "a": 1}).findings[0].module
+    >>> diagnosis({"findings": [shown], "remarks": []}, {"": 0, "a": 1})["findings"][0]["module"]
     1
     """
     if found is None:
@@ -31,18 +29,18 @@ def diagnosis(found: Mapping[str, Any] | None, modules: Mapping[str, int]) -> Di
     rows = found.get("unused_rows", {}).items()
     words = [f"{name} {n:,} of {total:,}" for name, (n, total) in rows]
     unused = [f"Rows that do not occur in this batch: {', '.join(words)}."] if words else []
-    findings = tuple(_finding(each, modules) for each in found["findings"])
-    return Diagnosis(findings, (*unused, *found["remarks"]))
+    findings = [_finding(each, modules) for each in found["findings"]]
+    return {"findings": findings, "remarks": [*unused, *found["remarks"]]}
 
 
 def undiagnosed(
     silent: Sequence[str], reached: Iterable[str], modules: Mapping[str, int]
-) -> Diagnosis | None:
+) -> View | None:
     """What is known without a diagnosis: which parameters the loss does not depend on, not why. One
     finding for each outermost module that has no others.
 
     >>> found = undiagnosed(["a.0.weight", "a.1.weight", "b.bias"], ["b.weight"], {"": 0, "a": 1})
-    >>> [each.title for each in found.findings]
+    >>> [each["title"] for each in found["findings"]]
     ['no gradient: a.0.weight, a.1.weight', 'no gradient: b.bias']
     """
     alive = {module for name in reached for module in (*enclosing(name), "")}
@@ -52,11 +50,11 @@ def undiagnosed(
         groups.setdefault(
             next((m for m in reversed(around) if m not in alive), around[0]), []
         ).append(name)
-    findings = tuple(_silent(module, names, modules) for module, names in groups.items())
-    return Diagnosis(findings, ()) if findings else None
+    findings = [_silent(module, names, modules) for module, names in groups.items()]
+    return {"findings": findings, "remarks": []} if findings else None
 
 
-def _silent(module: str, names: Sequence[str], modules: Mapping[str, int]) -> Finding:
+def _silent(module: str, names: Sequence[str], modules: Mapping[str, int]) -> View:
     found = {
         "kind": "silent",
         "severity": "warning",
@@ -71,17 +69,8 @@ def _silent(module: str, names: Sequence[str], modules: Mapping[str, int]) -> Fi
     return _finding(found, modules)
 
 
-def _finding(found: Mapping[str, Any], modules: Mapping[str, int]) -> Finding:
+def _finding(found: Mapping[str, Any], modules: Mapping[str, int]) -> View:
+    """A finding, with the number of the innermost module that the page knows, and its name."""
     place = found["module"]
     around = [name for name in (place, *enclosing(place)) if name and name in modules]
-    return Finding(
-        found["kind"],
-        found["severity"],
-        found["title"],
-        modules[around[0]] if around else -1,
-        place,
-        tuple(found["parameters"]),
-        found["line"],
-        found["evidence"],
-        found["advice"],
-    )
+    return {**found, "module": modules[around[0]] if around else -1, "place": place}

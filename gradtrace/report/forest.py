@@ -9,15 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradtrace.report.cells import MAX_NUMBERED_ELEMENTS
-from gradtrace.report.model import NONE, UNFOLLOWED, Floats, Forest
-from gradtrace.report.program_rows import ProgramRows, columns
-from gradtrace.report.source import Source
+from gradtrace.report.encode import View, columns
+from gradtrace.report.program_rows import ProgramRows
+from gradtrace.tracing.traced_program import TracedProgram
 
 Places = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+NONE, UNFOLLOWED = -1, -2
+"""Values in place of a path's start: the element has no path; its path is not in the view."""
 
 LEAF_WORD = "leaf"
 """The name of a path's first step."""
+
+MAX_NUMBERED_ELEMENTS = 2**31 - 1
+"""The most elements of a tensor whose elements the page can number."""
 
 
 class PathPoints(NamedTuple):
@@ -36,18 +42,19 @@ class PathPoints(NamedTuple):
     elements: dict[int, Places]
 
 
-def followed(source: Source, elements: Mapping[int, Places]) -> PathPoints:
+def followed(traced: TracedProgram, elements: Mapping[int, Places]) -> PathPoints:
     """The paths of some elements of leaves' values, by the rule of the trace.
 
     Nodes inside operators are dropped. The derivative of a point by the previous one is the product
     of the weights between them, from the leaf on, in the order of ``trace.path``.
     """
-    at = {v: torch.from_numpy(e).to(source.traced.device) for v, e in elements.items() if len(e)}
-    labels, found = source.builder.labels, source.builder.follower.follow(at, source.traced.rule)
+    builder = traced.builder(0)
+    at = {v: torch.from_numpy(e).to(traced.device) for v, e in elements.items() if len(e)}
+    labels, found = builder.labels, builder.follower.follow(at, traced.rule)
     onward, weight = found.onward.numpy(), found.weight.numpy()
     stages = np.diff([*found.firsts, len(onward)])
     value = np.repeat(np.array(found.values, dtype=np.int64), stages)
-    shown = [v in labels.places or v in source.names for v in found.values]
+    shown = [v in labels.places or v in traced.names for v in found.values]
     is_point = np.repeat(np.array(shown, dtype=bool), stages)
     here = np.flatnonzero(is_point)
     number = np.full(len(onward) + 1, NONE, dtype=np.int64)  # the last stands for "none"
@@ -66,11 +73,8 @@ def followed(source: Source, elements: Mapping[int, Places]) -> PathPoints:
     first = np.where(found.whole.numpy(), number[found.starts.numpy()], NONE)
     ends = np.cumsum([len(mine) for mine in elements.values()])
     starts = dict(zip(elements, np.split(first, ends[:-1])))
-    columns = (value[here], element, derivative, gradient, share, number[ahead])
-    return PathPoints(*columns, starts, dict(elements))
-
-
-# Limiting the size --------------------------------------------------------------------------------
+    points = (value[here], element, derivative, gradient, share, number[ahead])
+    return PathPoints(*points, starts, dict(elements))
 
 
 def chosen(points: PathPoints, wanted: Places, most: int) -> tuple[Places, Places]:
@@ -94,27 +98,27 @@ def chosen(points: PathPoints, wanted: Places, most: int) -> tuple[Places, Place
     return left, number
 
 
-def kept(points: PathPoints, left: Places, number: Places, rows: ProgramRows) -> Forest:
+def kept(points: PathPoints, left: Places, number: Places, rows: ProgramRows) -> View:
     """The points that are kept, as the columns of the page."""
-    leaves, places, shapes = rows.leaf, rows.source.builder.labels.places, rows.source.shapes
+    leaves, places = rows.leaf, rows.traced.builder(0).labels.places
     values, kind = np.unique(points.value[left], return_inverse=True)
     rows_of_values = [
         (
             rows.of[value],
             rows.words(LEAF_WORD if value in leaves else places[value][0]),
-            rows.shapes(tuple(shapes[value])),
+            rows.shapes(tuple(rows.value_shapes[value])),
         )
         for value in values.tolist()
     ]
     operator, word, shape = (column[kind] for column in columns(rows_of_values, 3))
     element, ahead = points.element[left], points.next[left]
-    return Forest(
-        operator,
-        word,
-        shape,
-        np.where(element > MAX_NUMBERED_ELEMENTS, -1, element).astype(np.int32),
-        points.derivative[left],
-        points.gradient[left],
-        points.share[left].astype(np.float32),
-        np.where(ahead < 0, NONE, number[ahead]).astype(np.int32),
-    )
+    return {
+        "operator": operator,
+        "word": word,
+        "shape": shape,
+        "element": np.where(element > MAX_NUMBERED_ELEMENTS, -1, element).astype(np.int32),
+        "derivative": points.derivative[left],
+        "gradient": points.gradient[left],
+        "share": points.share[left].astype(np.float32),
+        "next": np.where(ahead < 0, NONE, number[ahead]).astype(np.int32),
+    }

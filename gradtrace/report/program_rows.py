@@ -6,20 +6,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from gradtrace.autodiff.names import enclosing
+from gradtrace.flow import Size
+from gradtrace.ir.program import Leaf
 from gradtrace.pytorch.wrapped_modules import named_parameters
-from gradtrace.report.model import Edges, Ints, Module, Operators
-from gradtrace.report.source import Source
+from gradtrace.report.encode import View, columns, floats
+from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.types import Shape
 
 LEAF = "AccumulateGrad"
 """Autograd's name of a leaf's node."""
+
+INPUT = re.compile(r"leaf\d+")
+"""The generated names of leaves that the user has not named."""
 
 LISTS = ("ModuleList", "ModuleDict")
 """Containers of modules that cannot be called."""
@@ -51,69 +58,81 @@ class Numbered(Generic[K]):
 class ProgramRows:
     """The rows of a program: its operators, then its leaves.
 
-    ``modules`` are the numbers of the modules: those of the model in its order, then others that
-    operators refer to; parents come before their children.
+    ``size`` and ``shapes`` are those of each value. ``modules`` are the numbers of the modules:
+    those of the model in its order, then others that operators refer to; parents come first.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(
+        self, traced: TracedProgram, size: Mapping[int, Size], shapes: Mapping[int, Shape]
+    ) -> None:
+        self.traced, self.size, self.value_shapes = traced, size, shapes
+        self.blocks, self.leaves = traced.program.blocks, list(traced.leaves.values())
         self.words: Numbered[str] = Numbered()
-        self.shapes: Numbered[tuple[int, ...]] = Numbered()
-        first = len(source.blocks)
-        self.leaf = {leaf.value: first + n for n, leaf in enumerate(source.leaves)}  # by value
-        takes = ((v, n) for n, b in enumerate(source.blocks) for v in b.takes.values())
+        self.shapes: Numbered[Shape] = Numbered()
+        first = len(self.blocks)
+        self.leaf = {leaf.value: first + n for n, leaf in enumerate(self.leaves)}  # by value
+        takes = ((v, n) for n, b in enumerate(self.blocks) for v in b.takes.values())
         self.of = {**dict(takes), **self.leaf}  # by value of an operator's output, or of a leaf
         number: Numbered[str] = Numbered()
-        for name in ("", *source.traced.modules, *(block.place.module for block in source.blocks)):
+        for name in ("", *traced.modules, *(block.place.module for block in self.blocks)):
             if name not in number.known:
                 for each in reversed([name, *enclosing(name)]):
                     number(each)
         self.modules = number.known
 
-    def operators(self) -> Operators:
-        """A row for each operator and leaf."""
-        blocks, size, shapes = self.source.blocks, self.source.size, self.source.shapes
-        rows: list[tuple[int, ...]] = []
-        for block in blocks:
-            place = self.modules[block.place.module], block.place.call
-            # In the program of an attribution blocks that lead to parameters take nothing.
-            first = shapes[block.takes[min(block.takes)]] if block.takes else ()
-            is_view = VIEWS.fullmatch(block.operator) is not None
-            rows.append((self.words(block.operator), *place, self.shapes(first), -1, is_view))
-        word = self.words(LEAF)
-        for n, leaf in enumerate(self.source.leaves):
-            home = self.modules[self.home(self.source.names[leaf.value])]
-            rows.append((word, home, 0, self.shapes(tuple(leaf.tensor.shape)), n, 0))
-        masses = [sum(size[value].mass for value in block.takes.values()) for block in blocks]
-        masses += [size[leaf.value].mass for leaf in self.source.leaves]
-        name, module, call, shape, leaf_, view = columns(rows, 6)
-        mass = np.array(masses, dtype=np.float64)
-        return Operators(name, module, call, shape, leaf_, view.astype(np.uint8), mass)
+    def name(self, leaf: Leaf) -> str:
+        """The first name of a leaf."""
+        return self.traced.names[leaf.value]
+
+    def is_parameter(self, leaf: Leaf) -> bool:
+        """Whether a leaf is a parameter; torch.func replaces some by tensors that are not."""
+        named = bool(self.traced.modules) and not INPUT.fullmatch(self.name(leaf))
+        return isinstance(leaf.tensor, Parameter) or named
 
     def home(self, leaf: str) -> str:
         """The module that contains a leaf, by its name; the model itself if none does."""
         return next((name for name in enclosing(leaf) if name in self.modules), "")
 
-    def edges(self) -> Edges:
+    def operators(self) -> View:
+        """A row for each operator and leaf."""
+        rows: list[tuple[int, ...]] = []
+        for block in self.blocks:
+            place = self.modules[block.place.module], block.place.call
+            # In the program of an attribution blocks that lead to parameters take nothing.
+            first = self.value_shapes[block.takes[min(block.takes)]] if block.takes else ()
+            is_view = VIEWS.fullmatch(block.operator) is not None
+            rows.append((self.words(block.operator), *place, self.shapes(first), -1, is_view))
+        word = self.words(LEAF)
+        for n, leaf in enumerate(self.leaves):
+            home = self.modules[self.home(self.name(leaf))]
+            rows.append((word, home, 0, self.shapes(tuple(leaf.tensor.shape)), n, 0))
+        masses = [sum(self.size[v].mass for v in block.takes.values()) for block in self.blocks]
+        masses += [self.size[leaf.value].mass for leaf in self.leaves]
+        names = ("name", "module", "call", "shape", "leaf", "view")
+        found: View = dict(zip(names, columns(rows, 6)))
+        return {**found, "view": found["view"].astype(np.uint8), "mass": floats(masses)}
+
+    def edges(self) -> View:
         """A row for each cotangent that an operator passes to an argument."""
-        wholes = self.source.traced.program.wholes()
+        wholes = self.traced.program.wholes()
         rows, masses = [], []
-        for n, block in enumerate(self.source.blocks):
+        for n, block in enumerate(self.blocks):
             for place, value in sorted(block.gives.items()):
                 maker = self.of.get(wholes.get(value, value))
                 if maker is not None:
                     rows.append((n, maker, place))
-                    masses.append(self.source.size[value].mass)
+                    masses.append(self.size[value].mass)
         consumer, producer, position = columns(rows, 3)
-        mass = np.array(masses, dtype=np.float64)
-        total = np.bincount(producer, mass, len(self.source.blocks) + len(self.source.leaves))
+        mass = floats(masses)
+        total = np.bincount(producer, mass, len(self.blocks) + len(self.leaves))
         with np.errstate(all="ignore"):
-            share = np.where(mass == 0, 0.0, mass / total[producer])
-        return Edges(consumer, producer, position, mass, share.astype(np.float32))
+            share = np.where(mass == 0, 0.0, mass / total[producer]).astype(np.float32)
+        ends = {"consumer": consumer, "producer": producer, "position": position}
+        return {**ends, "mass": mass, "share": share}
 
     # Modules -------------------------------------------------------------------------------------
 
-    def module_rows(self) -> tuple[Module, ...]:
+    def module_rows(self) -> list[dict[str, Any]]:
         """The modules, in the order of their numbers."""
         first: dict[tuple[str, int], int] = {}
         calls, forms, parameters = self._calls(), self._forms(), self._parameters()
@@ -123,9 +142,10 @@ class ProgramRows:
             if name:
                 parent = enclosing(name)[0]
                 like, at = first.setdefault((parent, forms[name]), n), self.modules[parent]
-            kind = self.source.traced.modules.get(name, "")
-            found.append(Module(name, kind, at, calls[name], parameters[name], like))
-        return tuple(found)
+            row = {"name": name, "kind": self.traced.modules.get(name, ""), "parent": at}
+            facts = {"calls": calls[name], "parameters": parameters[name], "like": like}
+            found.append({**row, **facts})
+        return found
 
     @cached_property
     def _children(self) -> dict[str, list[str]]:
@@ -141,12 +161,12 @@ class ProgramRows:
         is the largest number of calls among its children.
         """
         seen: dict[str, set[int]] = {}
-        for block in self.source.blocks:
+        for block in self.blocks:
             seen.setdefault(block.place.module, set()).add(block.place.call)
         found: dict[str, int] = {}
         for name, children in self._children.items():
             inside = max((found[child] for child in children), default=0) if name else 1
-            held = self.source.traced.modules.get(name, "") in LISTS
+            held = self.traced.modules.get(name, "") in LISTS
             found[name] = len(seen.get(name, ())) or (0 if held else inside)
         return found
 
@@ -155,11 +175,11 @@ class ProgramRows:
         parameters that the gradient does not reach.
         """
         sizes: dict[tuple[str, ...], int] = {}
-        for leaf in filter(self.source.is_parameter, self.source.leaves):
-            name = self.source.names[leaf.value]
-            sizes[(name, *self.source.traced.aliases.get(name, ()))] = leaf.tensor.numel()
+        for leaf in filter(self.is_parameter, self.leaves):
+            name = self.name(leaf)
+            sizes[(name, *self.traced.aliases.get(name, ()))] = leaf.tensor.numel()
         known = {each for names in sizes for each in names}
-        model, others = self.source.traced.model, dict[int, tuple[int, list[str]]]()
+        model, others = self.traced.model, dict[int, tuple[int, list[str]]]()
         for name, parameter in () if model is None else named_parameters(model):
             if name not in known and not is_lazy(parameter):
                 others.setdefault(id(parameter), (parameter.numel(), []))[1].append(name)
@@ -176,11 +196,11 @@ class ProgramRows:
         operators, shapes, parameters, and children of the same names and structures.
         """
         parts: dict[str, Counter[Hashable]] = {name: Counter() for name in self.modules}
-        for block in self.source.blocks:
-            shapes = tuple(self.source.shapes[value] for value in block.takes.values())
+        for block in self.blocks:
+            shapes = tuple(self.value_shapes[value] for value in block.takes.values())
             parts[block.place.module][block.operator, shapes] += 1
-        for leaf in self.source.leaves:
-            name = self.source.names[leaf.value]
+        for leaf in self.leaves:
+            name = self.name(leaf)
             home = self.home(name)
             parts[home][name.removeprefix(home), tuple(leaf.tensor.shape)] += 1
         number: Numbered[Hashable] = Numbered()
@@ -188,10 +208,5 @@ class ProgramRows:
         for name, children in self._children.items():
             inside = tuple((child.rpartition(".")[2], found[child]) for child in children)
             own = frozenset(parts[name].items())
-            found[name] = number((self.source.traced.modules.get(name, ""), own, inside))
+            found[name] = number((self.traced.modules.get(name, ""), own, inside))
         return found
-
-
-def columns(rows: Sequence[Sequence[int]], many: int) -> list[Ints]:
-    """Transpose rows of integers into ``many`` columns."""
-    return list(np.array(rows, dtype=np.int32).reshape(-1, many).T.copy())

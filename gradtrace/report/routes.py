@@ -6,15 +6,17 @@ from itertools import groupby
 
 import numpy as np
 
-from gradtrace.report.forest import PathPoints, Places
-from gradtrace.report.model import NONE, Floats, Ints, Route
+from gradtrace.report.encode import Column, View
+from gradtrace.report.forest import NONE, Floats, PathPoints, Places
 from gradtrace.report.program_rows import ProgramRows
-from gradtrace.report.tuning import MAX_ROUTES, ROUTE_MAX_STARTS
+
+MAX_ROUTES, ROUTE_MAX_STARTS = 50, 5
+"""The most routes in a view, and the most paths of a route whose starts are in it."""
 
 
 def routes(
-    points: PathPoints, rows: ProgramRows, module: Ints, starts: Places, gradient: Floats
-) -> list[Route]:
+    points: PathPoints, rows: ProgramRows, module: Column, starts: Places, gradient: Floats
+) -> list[View]:
     """Group the paths of drawn elements (their first points, or ``NONE``, and gradients) that go
     through the same operators in the same order; the most frequent group first, then by gradient,
     then in the order of drawing.
@@ -41,16 +43,10 @@ def routes(
             way.append(int(operator[point]))
             point = int(points.next[point])
         passed = (number for number in module[way].tolist() if number)
-        found.append(
-            Route(
-                tuple(way),
-                tuple(number for number, _ in groupby(passed)),
-                int(count[k]),
-                int(count[k]) / len(starts),
-                float(weight[k]) / total if total else 0.0,
-                tuple(dict.fromkeys(largest))[:ROUTE_MAX_STARTS],
-            )
-        )
+        row: View = {"operators": way, "modules": [number for number, _ in groupby(passed)]}
+        share, weighted = count[k] / len(starts), weight[k] / total if total else 0.0
+        row |= {"count": int(count[k]), "share": float(share), "weighted": float(weighted)}
+        found.append({**row, "starts": list(dict.fromkeys(largest))[:ROUTE_MAX_STARTS]})
     return found
 
 

@@ -1,101 +1,83 @@
-"""Traces in files, which can be read without the model."""
+"""Traces in ``.gradtrace`` files, which are read without the model: tensors and JSON, by the format
+of the ``safetensors`` library.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Protocol, overload
+from functools import partial
+from typing import Any
 
+import safetensors
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from gradtrace import report as reports
-from gradtrace.autodiff.names import Gradients, unknown
-from gradtrace.errors import GradtraceError, UnknownName
-from gradtrace.io import container, schemas
-from gradtrace.paths.paths import Path, Paths, PathStep
+from gradtrace.autodiff.names import Gradients
+from gradtrace.errors import UPDATE, BadFile, GradtraceError, reason_of
+from gradtrace.files import json_value, naming, replacing
+from gradtrace.report import encode
 from gradtrace.report.attribution import Graph
 from gradtrace.report.attribution import attribution as of_attribution
-from gradtrace.report.training import timing as of_timing
-from gradtrace.report.training import training as of_training
-from gradtrace.table import Table
-from gradtrace.tracing.traced_program import TracedProgram
-from gradtrace.training import history
-from gradtrace.types import ravel, unravel
+from gradtrace.report.building import without_paths
+from gradtrace.report.encode import View
+from gradtrace.report.page import framed, report, write
+from gradtrace.report.training import parts
+from gradtrace.table import Column, Table
+from gradtrace.traced import Trace
 
-KIND = "trace"
+SCHEMA = 1
+"""The version of the files that are written; older ones have none, as none was published."""
+
 VIEW = "view"
-"""The tensor that holds what a report shows."""
+"""The tensor that holds what a page shows."""
 
-
-class Viewed(Protocol):
-    """An object with a view, to make a report from: a ``Trace`` or a ``Saved``."""
-
-    def _view(self, sample: int = ..., seed: int = ...) -> reports.View: ...
+PATH_COLUMNS = (
+    Column("leaf"),
+    Column("element"),
+    Column("weight", "number"),
+    Column("gradient", "number"),
+    Column("share", "share"),
+    Column("steps", "count"),
+    Column("way"),
+)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A trace as it was saved: gradients, influence, flow, and paths of a sample of elements."""
+    """A trace as it was saved: its gradients, tables, and the paths of a sample of elements."""
 
     gradients: Gradients = field(repr=False)
     rule: str
-    pairs: int
-    modules: Mapping[str, str] = field(repr=False)
     notes: tuple[str, ...] = field(repr=False)
-    _tables: Mapping[str, Table] = field(repr=False)
-    _norms: Table = field(repr=False)
-    _paths: Paths = field(repr=False)
-    _seen: reports.View | None = field(default=None, repr=False)  # None: in files of schema 1
+    tables: Mapping[str, Table] = field(repr=False)
+    _view: View = field(repr=False)
 
     def influence(self) -> Table:
-        """The saved table, of modules."""
-        return self._tables[""]
+        """The influence of modules."""
+        return self.tables["influence"]
 
     def norms(self) -> Table:
-        """Gradient magnitude along depth."""
-        return self._norms
+        """Gradient norms by module."""
+        return self.tables["norms"]
 
-    def paths(self, name: str | None = None) -> Paths:
-        """The saved paths, of all leaves or of one.
+    def coverage(self) -> Table:
+        """What part of its element's gradient a path carries."""
+        return self.tables["coverage"]
 
-        Args:
-            name: Name of a leaf; all by default.
-
-        Returns:
-            The paths of the sample that was saved.
-        """
-        return self._paths if name is None else self._paths.of(name)
-
-    def path(self, name: str, index: int | Sequence[int] = ()) -> Path:
-        """The path of an element, if it is among the saved ones.
-
-        Args:
-            name: Name of the leaf.
-            index: Of the element.
-
-        Returns:
-            The path.
-        """
-        if name not in self.gradients:
-            raise UnknownName(unknown("leaf", name, self.gradients))
-        found = self._paths.of(name, index)
-        if not found:
-            raise GradtraceError(
-                f"the path of {name}{index} is not among the {len(self._paths):,} that were saved; "
-                "save with a larger sample, or trace again"
-            )
-        return found[0]
+    def paths(self) -> Table:
+        """The paths of the sample, a row for each; the report shows their steps."""
+        return self.tables["paths"]
 
     def report(
         self,
         path: str | os.PathLike[str],
         *,
-        compare: Viewed | None = None,
-        name: str | Sequence[str] | None = None,
-        training: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+        training: tuple[Table, Table] | None = None,
         attribution: Graph | None = None,
     ) -> None:
         """Write one HTML file that shows the trace in a browser; see ``Trace.report``. Its top
@@ -103,170 +85,123 @@ class Saved:
 
         Args:
             path: File to write.
-            compare: Another trace to show beside this one.
-            name: Title of this trace in the report, or one for each of the two.
-            training: File of a ``gradtrace.Monitor``, whose run is then shown, too.
+            name: Title of the page.
+            training: The tables of a run, which is then shown, too.
             attribution: Graph to show in a tab of its own: ``watch.attribute(...).graph()``.
         """
-        write(path, [self, compare], name, training, attribution=attribution)
+        write_page(path, self._view, name, training, attribution)
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks."""
-        return reports.framed(self._view, repr(self))
-
-    def _view(self, sample: int = 0, seed: int = 0) -> reports.View:
-        """The view that a report shows."""
-        if self._seen is None:
-            raise GradtraceError(
-                "the file was saved by a gradtrace without reports and holds no view to make one "
-                "of: trace again and save again"
-            )
-        return self._seen
+        return framed(lambda: self._view, without_paths, repr(self))
 
 
-def write(
+def write_page(
     path: str | os.PathLike[str],
-    traces: Sequence[Viewed | None],
-    name: str | Sequence[str] | None,
-    training: str | os.PathLike[str] | None,
-    sample: int = 1000,
-    seed: int = 0,
-    attribution: Graph | None = None,
+    view: View,
+    name: str | None,
+    training: tuple[Table, Table] | None,
+    attribution: Graph | None,
 ) -> None:
-    """Write the report of some traces, and of the run in a Monitor's file and of an attribution
-    graph, if given.
-    """
+    """Write the report of a trace, and of a run and of an attribution graph, if given."""
     graph = of_attribution(attribution)
-    run = None if training is None else history.read(training)
-    run_parts = (None, None) if run is None else (of_training(run[0]), of_timing(run[1]))
-    given = [trace for trace in traces if trace is not None]
-    for trace in given:
-        if not hasattr(trace, "_view"):
-            raise GradtraceError(
-                f"a {type(trace).__name__} cannot be compared with a trace; give what "
-                "gradtrace.trace, watch.trace or gradtrace.load returned"
-            )
-    views = [trace._view(sample, seed) for trace in given]
-    reports.write(path, reports.report(views, name, *run_parts, graph))
+    write(path, report(view, name, **parts(training), attribution=graph))
 
 
-def save(
-    path: str | os.PathLike[str],
-    trace: TracedProgram,
-    view: reports.View,
-    tables: Mapping[str, Table],
-    norms: Table,
-    paths: Sequence[Path],
-) -> None:
+def save(path: str | os.PathLike[str], trace: Trace, view: View, sample: int, seed: int) -> None:
     """Write a trace, and what was measured of it, to a file."""
-    kinds, arrays = _packed(paths)
+    tables = {
+        "influence": trace.influence(),
+        "norms": trace.norms(),
+        "coverage": trace.coverage(sample, seed),
+        "paths": _paths(trace, sample, seed),
+    }
     meta = {
         "rule": trace.rule,
-        "pairs": trace.pairs,
-        "modules": dict(trace.modules),
         "aliases": dict(trace.gradients.aliases),
         "leaves": list(trace.gradients),
-        "notes": list(trace.notes),
-        "tables": {kind: table.to_dict() for kind, table in tables.items()},
-        "norms": norms.to_dict(),
-        "kinds": kinds,
+        "notes": trace.notes,
+        "tables": {name: table.to_dict() for name, table in tables.items()},
     }
-    grads = {f"gradient {n}": grad for n, grad in enumerate(trace.gradients.values())}
-    container.write(path, KIND, meta, {**grads, **arrays, VIEW: reports.saved(view)})
+    text = json.dumps(json_value(meta))
+    grads = {f"gradient {n}": _plain(x) for n, x in enumerate(trace.gradients.values())}
+    grads[VIEW] = torch.frombuffer(bytearray(encode.contained(view)), dtype=torch.uint8)
+    with replacing(path) as new:
+        save_file(grads, new, {"gradtrace": "trace", "schema": str(SCHEMA), "meta": text})
 
 
-def load(path: str | os.PathLike[str]) -> Saved:
+def _plain(gradient: Tensor) -> Tensor:
+    """A tensor that a file can hold: on the CPU, contiguous, with a storage of its own."""
+    return gradient.detach().to("cpu", copy=True).contiguous()
+
+
+def _paths(trace: Trace, sample: int, seed: int) -> Table:
+    """The paths of a sample as rows."""
+    rows: Any = tuple(
+        (
+            *(path.name, str(list(path.index)), path.weight, path.gradient, path.share),
+            *(len(path), " → ".join(path.modules or path.operators)),
+        )
+        for path in trace.paths(sample=sample, seed=seed)
+    )
+    return Table(f"Paths ({trace.rule})", PATH_COLUMNS, rows, about={"rule": trace.rule})
+
+
+def load_trace(path: str | os.PathLike[str]) -> Saved:
     """Read a trace that ``trace.save`` wrote; neither the model nor its code is needed.
-
-    Files contain numbers and text, and no code; one that is damaged, of a newer version or not a
-    trace raises ``gradtrace.io.container.BadFile``.
 
     Args:
         path: A ``.gradtrace`` file.
 
     Returns:
-        The trace as saved: tables, flow, and the paths of a sample; its ``report`` writes
+        The trace as saved: gradients, tables, and the rows of sampled paths; its ``report`` writes
         the page.
     """
-    with container.about(path):
-        meta, tensors = container.read(path, KIND, schemas.TRACE)[1:]
-        schemas.trace_tensors(meta, tensors, {VIEW})
-        seen = reports.loaded(tensors[VIEW]) if VIEW in tensors else None
+    about, tensors = _contents(path)
+    try:
+        return _saved(json.loads(about["meta"]), tensors)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"is damaged, as its parts do not fit together ({reason_of(error)})"
+        raise _bad(path, what, "copy it again, or save the trace again") from error
+
+
+def _saved(meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Saved:
     grads = {name: tensors[f"gradient {n}"] for n, name in enumerate(meta["leaves"])}
     return Saved(
         Gradients(grads, meta["aliases"]),
         meta["rule"],
-        meta["pairs"],
-        meta["modules"],
         tuple(meta["notes"]),
-        {kind: Table.from_dict(table) for kind, table in meta["tables"].items()},
-        Table.from_dict(meta["norms"]),
-        Paths(Packed(meta["kinds"], tensors), f"Paths ({meta['rule']})"),
-        seen,
+        {name: Table.from_dict(table) for name, table in meta["tables"].items()},
+        encode.read(tensors[VIEW].numpy().tobytes()),
     )
 
 
-# Paths as arrays ----------------------------------------------------------------------------------
+def _contents(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The texts and the tensors of a file; an error in one sentence for any other file."""
+    bad = partial(_bad, path)
+    with naming(path, "read") as at:
+        with open(at, "rb") as file:
+            start = file.read(9)
+        if not start:
+            raise bad("is empty", "save the trace again")
+        if start[8:] != b"{":
+            raise bad("is no .gradtrace file", "give a file that trace.save wrote")
+        try:
+            with safetensors.safe_open(at, "pt") as found:
+                about = found.metadata() or {}
+                tensors = {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
+        except safetensors.SafetensorError as error:
+            raise bad(f"is torn or damaged ({error})", "copy it again, or save it again") from error
+    if about.get("gradtrace") != "trace":
+        raise bad("holds tensors, but no trace", "give a file that trace.save wrote")
+    if about.get("schema") != str(SCHEMA):
+        raise bad(f"has schema {about.get('schema')}, this gradtrace reads {SCHEMA}", UPDATE)
+    return about, tensors
 
 
-def _packed(paths: Sequence[Path]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """The distinct kinds of steps, and arrays with a row for each step of each path."""
-    kinds: dict[tuple[Any, ...], int] = {}
-    rows: list[tuple[int, int]] = []
-    numbers: list[tuple[float, float, float]] = []
-    known: dict[tuple[int, str], tuple[int, int]] = {}  # by id: paths that meet share their steps
-    for path in paths:
-        leaf = path.name
-        for step in path.steps:
-            row = known.get((id(step), leaf))
-            if row is None:
-                key = (step.operator, step.module, step.call, step.shape, leaf)
-                row = kinds.setdefault(key, len(kinds)), ravel(step.index, step.shape)
-                known[id(step), leaf] = row
-            rows.append(row)
-            numbers.append((step.derivative, step.gradient, step.share))
-            leaf = ""
-    names = ("operator", "module", "call", "shape", "leaf")
-    return [dict(zip(names, key)) for key in kinds], {
-        "lengths": torch.tensor([len(path) for path in paths], dtype=torch.int64, device="cpu"),
-        "pairs": torch.tensor([path.pair for path in paths], dtype=torch.int64, device="cpu"),
-        "steps": torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2),
-        "numbers": torch.tensor(numbers, dtype=torch.float64, device="cpu").reshape(-1, 3),
-    }
+def _bad(path: str | os.PathLike[str], what: str, advice: str) -> GradtraceError:
+    return BadFile(f"{os.fspath(path)!r} {what}: {advice}")
 
 
-class Packed(Sequence[Path]):
-    """Paths in the arrays of a file, already validated; each path is made on access."""
-
-    def __init__(self, kinds: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> None:
-        self.kinds = kinds
-        self.steps, self.numbers = tensors["steps"], tensors["numbers"]
-        self.pairs = tensors["pairs"].tolist()
-        self.lengths = tensors["lengths"].tolist()
-        self.firsts = [end - n for end, n in zip(accumulate(self.lengths), self.lengths)]
-
-    @overload
-    def __getitem__(self, at: int) -> Path: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Path, ...]: ...
-    def __getitem__(self, at: int | slice) -> Path | tuple[Path, ...]:
-        if isinstance(at, slice):
-            return tuple(self[n] for n in range(*at.indices(len(self))))
-        mine = slice(self.firsts[at], self.firsts[at] + self.lengths[at])
-        rows = zip(self.steps[mine].tolist(), self.numbers[mine].tolist())
-        steps = tuple(self._step(self.kinds[kind], element, n) for (kind, element), n in rows)
-        name = self.kinds[int(self.steps[mine.start, 0])]["leaf"]
-        return Path(name, steps[0].index, steps, steps[0].gradient, self.pairs[at])
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def _step(self, kind: Mapping[str, Any], element: int, numbers: Sequence[float]) -> PathStep:
-        place, shape = (kind["operator"], kind["module"], kind["call"]), tuple(kind["shape"])
-        return PathStep(*place, shape, unravel(element, shape), *numbers)
+load = load_trace
+"""What ``gradtrace.load`` is."""

@@ -3,65 +3,87 @@
 from __future__ import annotations
 
 import os
+from math import nan
+from typing import Any
 
 import numpy as np
 
-from gradtrace.report.model import Floats, Ints, Timing, Training
+from gradtrace.errors import GradtraceError
+from gradtrace.report.encode import Column, View, floats, ints
 from gradtrace.report.page import report, write
-from gradtrace.report.tuning import MAX_SHARES, MAX_TIMES
 from gradtrace.table import Table
-from gradtrace.training.history import slope_of
+
+MAX_SHARES, MAX_TIMES = 100_000, 5_000
+"""The most shares and step times of a run in a page; of more it has some, evenly spaced."""
 
 
-def training(history: Table) -> Training | None:
+def parts(run: Any) -> dict[str, View | None]:
+    """The parts of a report that show a run: the tables of its traced steps and of its times."""
+    if run is None:
+        return {"training": None, "timing": None}
+    if not (isinstance(run, tuple) and len(run) == 2):
+        raise GradtraceError(
+            f"training={run!r} is no run; give its two tables: (monitor.history, monitor.times), "
+            "or gt.load('run.jsonl')"
+        )
+    return {"training": training(run[0]), "timing": timing(run[1])}
+
+
+def training(history: Table) -> View | None:
     """Influence over the traced steps of a run; None if there are none."""
     if not len(history):
         return None
-    columns = [each.name for each in history.columns]
-    names = tuple(name[len("share ") :] for name in columns if name.startswith("share "))
-    places = _places(len(history), max(1, MAX_SHARES // max(1, len(names))))
+    known = {column.name for column in history.columns}
+    names = [name.removeprefix("share ") for name in known if name.startswith("share ")]
+    names = sorted(names, key=[column.name.partition(" ")[2] for column in history.columns].index)
+    at = _places(len(history), max(2, MAX_SHARES // max(1, len(names))))
+    notes = [*history.notes, *(history.column("note") if "note" in known else ())]
 
-    def values(name: str) -> Floats:
-        found: Floats = np.array(history.column(name), dtype=np.float64)[places]
-        return found
+    def column(name: str) -> Column:
+        return floats(history.column(name))[at] if name in known else np.full(len(at), nan)
 
-    notes = dict.fromkeys((*history.notes, *filter(None, history.column("note"))))
-    return Training(
-        np.array(history.column("step"), dtype=np.int32)[places],
-        values("loss"),
-        names,
-        tuple(values(f"share {name}") for name in names),
-        tuple(values(f"weighted {name}") for name in names),
-        float(history.column("cost")[-1]),
-        bool(history.about.get("running")),
-        tuple(notes),
-    )
+    return {
+        "step": ints(history.column("step"))[at],
+        "loss": column("loss"),
+        "components": names,
+        "share": [column(f"share {name}") for name in names],
+        "weighted": [column(f"weighted {name}") for name in names],
+        "cost": float(column("cost")[-1]),
+        "running": bool(history.about.get("running")),
+        "notes": [note for note in dict.fromkeys(notes) if note],
+    }
 
 
-def timing(times: Table) -> Timing | None:
-    """Step times, and whether they grow; None if no step was timed."""
+def timing(times: Table) -> View | None:
+    """Step times, with the verdict on their trend; None if no step was timed."""
     if not len(times):
         return None
-    places = _places(len(times), MAX_TIMES)
-    steps, seconds = times.column("step"), times.column("seconds")
-    slope, changes = slope_of(steps, seconds)
-    return Timing(
-        np.array(steps, dtype=np.int32)[places],
-        np.array(seconds, dtype=np.float64)[places],
-        " ".join(times.notes),
-        changes and slope > 0,
-        slope,
-        slope,
-        slope,
-    )
-
-
-def _places(count: int, most: int) -> Ints:
-    """At most so many places, evenly spaced, with the first and the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int32))
+    at = _places(len(times), MAX_TIMES)
+    slope = {name: float(times.about.get(name, nan)) for name in ("slope", "low", "high")}
+    return {
+        "step": ints(times.column("step"))[at],
+        "seconds": floats(times.column("seconds"))[at],
+        "verdict": " ".join(times.notes),
+        "grows": times.about.get("grows"),
+        **slope,
+    }
 
 
 def write_run(path: str | os.PathLike[str], history: Table, times: Table, name: str = "") -> None:
-    """Write the page of a run."""
-    title = name or str(history.about.get("model", "training"))
-    write(path, report([], title, training(history), timing(times)))
+    """Write the page of a run.
+
+    Args:
+        path: HTML file to write.
+        history: A row for each traced step.
+        times: The seconds of each step.
+        name: Title of the page.
+    """
+    write(
+        path, report(None, name or str(history.about.get("model", "")), **parts((history, times)))
+    )
+
+
+def _places(count: int, most: int) -> Column:
+    """At most so many places, evenly spaced, with the first and the last."""
+    found: Column = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+    return found

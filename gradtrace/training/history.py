@@ -121,8 +121,11 @@ def _times(lines: Sequence[Line], about: Line) -> Table:
     columns = Column("step", "count"), Column("seconds", "number", "s")
     steps = sorted(times)
     rows: Any = tuple((step, times[step]) for step in steps)
-    words = trend(steps, [times[step] for step in steps])
-    return Table("Time per step", columns, rows, (words,) if words else (), about)
+    words, facts = trend(steps, [times[step] for step in steps]), dict[str, Any](grows=None)
+    if words:
+        slope, changes = slope_of(steps, [times[step] for step in steps])
+        facts = {"slope": slope, "grows": changes and slope > 0}
+    return Table("Time per step", columns, rows, (words,) if words else (), {**about, **facts})
 
 
 def trend(steps: Sequence[int], seconds: Sequence[float]) -> str:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -30,11 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def network(folder: Path) -> pages.Made:
     return pages.network(folder)
-
-
-@pytest.fixture(scope="session")
-def pair(folder: Path) -> tuple[Path, Any, Any]:
-    return pages.pair(folder)
 
 
 @pytest.fixture(scope="session")
@@ -123,14 +114,14 @@ def test_it_opens_on_what_the_trace_says(network: pages.Made, look: Opener) -> N
     for row in page.get_by_test_id("influence").all():
         name, value = row.get_attribute("data-name"), row.get_attribute("data-value")
         assert name is not None and value is not None
-        assert float(value) == pytest.approx(shares[name].count.share, abs=1e-12)
+        assert float(value) == pytest.approx(shares[name].share, abs=1e-12)
     assert page.get_by_test_id("route").count() > 0
-    divided = network.trace.choices().shares
+    divided = network.trace.influence("forks").shares
     for fork in page.get_by_test_id("fork").all():
-        mine = divided[fork.get_attribute("data-name") or ""]
         for branch in fork.get_by_test_id("branch").all():
             share = float(branch.get_attribute("data-value") or "nan")
-            assert share == pytest.approx(mine[branch.get_attribute("data-name") or ""], abs=1e-12)
+            name = f"{fork.get_attribute('data-name')}/{branch.get_attribute('data-name')}"
+            assert share == pytest.approx(divided[name], abs=1e-12)
     visit.shot("overview")
 
 
@@ -458,23 +449,20 @@ def test_an_element_shows_the_path_of_the_trace(
     assert float(weight) == pytest.approx(path.weight, rel=1e-12)
 
 
-def test_a_click_on_the_heat_map_picks_its_element(network: pages.Made, look: Opener) -> None:
+def test_an_element_is_chosen_from_the_largest(network: pages.Made, look: Opener) -> None:
     visit = look(network.file)
     page = visit.go("tab=paths")
     pick(visit, "first.weight", "0, 0")
-    heat = page.get_by_test_id("heat")
-    box = heat.bounding_box()
-    assert box is not None
-    rows, columns = (int(heat.get_attribute(f"data-{w}") or 0) for w in ("rows", "columns"))
-    assert (rows, columns) == (6, 4)
-    at = {"x": box["width"] * 2.5 / columns, "y": box["height"] * 4.5 / rows}
-    heat.click(position=at)  # type: ignore[arg-type]
-    visit.until(lambda: is_at(visit, (4, 2)))
-    same(shown(visit), network.trace.path("first.weight", (4, 2)))
+    grad = network.trace.gradients["first.weight"]
+    order = grad.abs().reshape(-1).argsort(descending=True, stable=True)
+    index = divmod(int(order[3]), grad.shape[1])
+    page.get_by_test_id("largest").nth(3).click()
+    visit.until(lambda: is_at(visit, index))
+    same(shown(visit), network.trace.path("first.weight", index))
 
 
 def test_what_was_not_followed_says_how_to_find_it(network: pages.Made, look: Opener) -> None:
-    """A large weight has a path for each cell of its map; others are named with their Python."""
+    """A large weight has paths of some elements; others are named with their Python."""
     visit = look(network.file)
     page = visit.go("tab=paths")
     leaf = network.trace.gradients["gate.weight"]
@@ -494,7 +482,7 @@ def test_what_was_not_followed_says_how_to_find_it(network: pages.Made, look: Op
     assert f"{missing[0]}, {missing[1]}" in python and "gate.weight" in python
     found = eval(python, {"trace": network.trace})  # what it tells the reader to do works
     assert found.index == missing
-    page.get_by_test_id("nearest").click()
+    page.get_by_test_id("largest").nth(2).click()
     page.get_by_test_id("step").first.wait_for()
     row = shown(visit)[0]
     same(
@@ -593,12 +581,11 @@ def test_all_of_it_works_with_the_keyboard_alone(network: pages.Made, look: Open
     page.keyboard.press("Enter")
     for _ in range(60):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.dataset.testid") == "heat":
+        if page.evaluate("document.activeElement.dataset.testid") == "index":
             break
-    assert page.evaluate("document.activeElement.dataset.testid") == "heat"
-    page.keyboard.press("Control+Home")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.dataset.testid") == "index"
+    page.keyboard.press("Control+a")
+    page.keyboard.type("1, 1")
     page.keyboard.press("Enter")
     visit.until(lambda: is_at(visit, (1, 1)))
     same(shown(visit), network.trace.path("first.weight", (1, 1)))
@@ -618,23 +605,7 @@ def test_the_tree_follows_the_arrow_keys(network: pages.Made, look: Opener) -> N
     visit.until(lambda: page.locator("[role=treeitem]").count() == before)
 
 
-# Two traces, training ----------------------------------------------------------------------------
-
-
-def test_two_traces_side_by_side(pair: tuple[Path, Any, Any], look: Opener) -> None:
-    file, a, b = pair
-    visit = look(file)
-    page = visit.go("tab=compare")
-    rows = page.get_by_test_id("compare-row").evaluate_all(
-        "rows => rows.map(r => ({...r.dataset}))"
-    )
-    assert rows
-    first, second = a.influence(), b.influence()
-    for row in rows:
-        assert float(row["a"]) == pytest.approx(first[row["name"]].count.share, nan_ok=True)
-        assert float(row["b"]) == pytest.approx(second[row["name"]].count.share, nan_ok=True)
-    assert "blocks.2" in page.get_by_test_id("only-b").inner_text()
-    visit.shot("compare")
+# Training ----------------------------------------------------------------------------------------
 
 
 def test_a_run_shows_influence_over_training(run: Path, look: Opener) -> None:
@@ -650,66 +621,12 @@ def test_a_run_shows_influence_over_training(run: Path, look: Opener) -> None:
     visit.until(lambda: slider.get_attribute("aria-valuetext") != before)
 
 
-@pytest.mark.parametrize("name", ["compare", "training"])
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_the_other_tabs_are_accessible(
-    name: str,
-    size: tuple[int, int],
-    pair: tuple[Path, Any, Any],
-    run: Path,
-    look: Opener,
-) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    visit = look(pair[0] if name == "compare" else run, size)
-    page = visit.go(f"tab={name}")
-    visit.shot(f"{name}-{'phone' if size == PHONE else 'desk'}-light")
-    assert visit.width() <= size[0]
-    found = axe.Axe().run(page).response["violations"]
-    assert [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found] == []
-
-
-# Saving ------------------------------------------------------------------------------------------
-
-
-def test_what_is_exported_is_whole(network: pages.Made, look: Opener, tmp_path: Path) -> None:
-    visit = look(network.file)
-    page = visit.go("tab=paths")
-    pick(visit, "first.weight", "1, 2")
-    path = network.trace.path("first.weight", (1, 2))
-    visit.until(lambda: is_at(visit, (1, 2)))
-    saved: dict[str, Path] = {}
-    for what in ("json", "path-json", "path-csv"):
-        page.get_by_test_id("export").click()
-        with page.expect_download() as waiting:
-            page.get_by_test_id(f"export-{what}").click()
-        saved[what] = tmp_path / what
-        waiting.value.save_as(saved[what])
-    visit.tab("graph")
-    for what in ("svg", "png"):
-        page.get_by_test_id("export").click()
-        with page.expect_download() as waiting:
-            page.get_by_test_id(f"export-{what}").click()
-        saved[what] = tmp_path / what
-        waiting.value.save_as(saved[what])
-    whole = json.loads(saved["json"].read_text("utf-8"))
-    assert "first.weight" in [leaf["name"] for leaf in whole["traces"][0]["leaves"]]
-    told = json.loads(saved["path-json"].read_text("utf-8"))
-    assert path.gradient in _numbers(told)
-    rows = list(csv.DictReader(io.StringIO(saved["path-csv"].read_text("utf-8-sig"))))
-    assert [float(row["gradient"]) for row in rows] == [step.gradient for step in path.steps]
-    drawn = ElementTree.fromstring(saved["svg"].read_text("utf-8"))
-    assert drawn.tag.endswith("svg")
-    assert not [each for each in drawn.iter() if each.tag.endswith(("script", "foreignObject"))]
-    assert saved["png"].read_bytes().startswith(b"\x89PNG")
-    assert saved["png"].stat().st_size > 2000
-
-
-def _numbers(data: Any) -> list[float]:
-    if isinstance(data, dict):
-        return [n for value in data.values() for n in _numbers(value)]
-    if isinstance(data, list):
-        return [n for value in data for n in _numbers(value)]
-    return [data] if isinstance(data, float) else []
+def test_the_page_of_a_run_is_accessible(size: tuple[int, int], run: Path, look: Opener) -> None:
+    visit = look(run, size)
+    visit.go("tab=training")
+    visit.shot(f"training-{'phone' if size == PHONE else 'desk'}-light")
+    accessible(visit, size)
 
 
 # What should do no harm --------------------------------------------------------------------------
@@ -742,8 +659,7 @@ DAMAGED = (
 EMPTY = (
     "There is no report in this file",
     "This is the page that gradtrace fills with data; nobody has filled this copy.",
-    'Write a report with trace.report("report.html"), or on the command line with gradtrace '
-    "report FILE.",
+    'Write a report with trace.report("report.html").',
 )
 
 

@@ -70,7 +70,7 @@ def test_a_graph_is_in_the_report_of_a_trace_and_of_a_saved_one(tmp_path: Path) 
     shown = read(tmp_path / "a.html")["attribution"]
     assert [node["name"] for node in shown["nodes"]] == ["x[0]", "output"]
     assert shown["edges"] == [{"source": 0, "target": 1, "score": -1.5, "influence": 1.0}]
-    assert shown["total"] == "nan" and shown["whole"] == [4, 9] and shown["kept"] == [0.9, 1.0]
+    assert shown["total"] == "nan" and shown["whole"] == [4, 9] and shown["kept"] == [0.9, 1]
     found.save(tmp_path / "a.gradtrace")
     gt.load(tmp_path / "a.gradtrace").report(tmp_path / "b.html", attribution=Graph(GRAPH))
     assert read(tmp_path / "b.html")["attribution"] == shown

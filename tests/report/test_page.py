@@ -6,8 +6,6 @@ import errno
 import html
 import os
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from pages import decoded, read
-from torch import Tensor, nn
+from torch import nn
 
 import gradtrace as gt
-from gradtrace import report
-from gradtrace.errors import GradtraceError
-from gradtrace.io import container
-from gradtrace.io.validation import SchemaMismatch
-from gradtrace.report import View, encode, page, trace_view
+from gradtrace.errors import BadFile, GradtraceError
+from gradtrace.report import building, encode, page
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
 HOSTILE = [
@@ -58,8 +54,7 @@ def trace(name: str = "mix", **options: Any) -> Trace:
     found = model(name)
     (linear,) = found.children()
     with gt.watch(found) as watch:
-        x = gt.label(torch.ones(2, 3), -1, [name, "b", None])
-        loss = gt.label(linear(x) * 2, -1, [name, "b"]).square().sum()
+        loss = linear(torch.ones(2, 3)).square().sum()
     return watch.trace(loss, **options)
 
 
@@ -101,8 +96,6 @@ def test_names_are_never_markup(tmp_path: Path, name: str) -> None:
     (told,) = data["traces"]
     assert told["name"] == name
     assert (name.replace(".", "·") or "empty") in [m["name"] for m in told["modules"]]
-    if name:
-        assert name in told["tables"]["labels"]["name"]
 
 
 def test_a_title_is_cut(tmp_path: Path) -> None:
@@ -134,7 +127,7 @@ def test_the_template_in_the_package_has_its_marks(monkeypatch: pytest.MonkeyPat
 # Files --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"granularity": "operator"}, {"rule": "viterbi"}])
+@pytest.mark.parametrize("options", [{}, {"rule": "viterbi"}])
 def test_a_saved_trace_has_the_same_report(tmp_path: Path, options: dict[str, str]) -> None:
     made = trace(**options)
     made.save(tmp_path / "t.gradtrace", sample=30, seed=2)
@@ -160,37 +153,6 @@ def test_a_report_after_the_weights_have_changed(tmp_path: Path) -> None:
     assert "changed in place" in late._repr_html_()
 
 
-def test_files_of_the_first_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, write = tmp_path / "old.gradtrace", container.write
-
-    def old(path: Any, kind: str, meta: Any, tensors: dict[str, Tensor]) -> None:
-        write(path, kind, meta, {n: t for n, t in tensors.items() if n != "view"})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(container, "SCHEMA", 1)
-        patch.setattr(container, "write", old)
-        trace().save(file)
-    found = gt.load(file)
-    assert found.influence() == trace().influence()
-    with pytest.raises(GradtraceError, match=r"no view .*save again"):
-        found.report(tmp_path / "x.html")
-    assert "no view" in found._repr_html_()
-
-
-def test_a_damaged_view_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, write = tmp_path / "bad.gradtrace", container.write
-    bad = encode.contained({"name": "x", "operators": np.zeros(3)})
-
-    def wrong(path: Any, kind: str, meta: Any, tensors: dict[str, Tensor]) -> None:
-        view = torch.frombuffer(bytearray(bad), dtype=torch.uint8)
-        write(path, kind, meta, {**tensors, "view": view})
-
-    monkeypatch.setattr(container, "write", wrong)
-    trace().save(file)
-    with pytest.raises(container.BadFile, match="do not fit together"):
-        gt.load(file)
-
-
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_full_disk_leaves_what_was_there(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
@@ -202,45 +164,60 @@ def test_a_full_disk_leaves_what_was_there(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, step, full)
-    with pytest.raises(container.BadFile, match=r"No space left.*untouched"):
+    with pytest.raises(BadFile, match="No space left"):
         made.report(file)
     assert file.read_text() == "before" and [*tmp_path.iterdir()] == [file]
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(container.BadFile, match="folder that does not exist"):
+    with pytest.raises(BadFile, match="choose a folder that you may write to"):
         trace().report(tmp_path / "no" / "x.html")
 
 
-# Two traces, and runs -----------------------------------------------------------------------------
+# What else a page has ----------------------------------------------------------------------------
 
 
-def test_two_traces(tmp_path: Path) -> None:
-    made = trace()
-    made.save(tmp_path / "t.gradtrace")
-    made.report(tmp_path / "x.html", compare=gt.load(tmp_path / "t.gradtrace"))
+def test_names_and_versions(tmp_path: Path) -> None:
+    trace().report(tmp_path / "x.html", name="mine")
     data = read(tmp_path / "x.html")
-    assert [one["name"] for one in data["traces"]] == ["Module", "Module (2)"]
-    assert data["title"] == "Module and Module (2)"
-    made.report(tmp_path / "x.html", compare=trace("other"), name=("before", "after"))
-    data = read(tmp_path / "x.html")
-    assert [one["name"] for one in data["traces"]] == ["before", "after"]
+    assert data["title"] == "mine" and [one["name"] for one in data["traces"]] == ["mine"]
     assert [key for key, _ in data["made"]] == ["gradtrace", "torch", "Python"]
     assert data["schema"] == 1 and data["training"] is None and data["timing"] is None
 
 
+def test_a_run_beside_a_trace(tmp_path: Path) -> None:
+    shares = ("share a", "weighted a", "share b", "weighted b")
+    columns = (
+        Column("step", "count"),
+        Column("loss", "number"),
+        *(Column(n, "share") for n in shares),
+    )
+    rows = tuple((n, 1.0, 0.25, 0.5, float("nan"), 0.0, 0.01, "a note") for n in (0, 5))
+    columns = *columns, Column("cost", "share"), Column("note")
+    history = Table("Run", columns, rows, ("all",), {"running": True})
+    about = {"slope": 1e-3, "grows": True}
+    seconds = tuple((n, 0.1) for n in range(9_000))
+    columns = Column("step", "count"), Column("seconds", "number")
+    times = Table("Times", columns, seconds, ("slows down",), about)
+    trace().report(tmp_path / "x.html", training=(history, times))
+    data = read(tmp_path / "x.html")
+    told = data["training"]
+    assert (told["step"], told["components"]) == ([0, 5], ["a", "b"])
+    assert told["share"][0] == [0.25, 0.25] and told["weighted"][1] == [0.0, 0.0]
+    assert told["running"] and told["cost"] == 0.01 and told["notes"] == ["all", "a note"]
+    assert data["timing"]["grows"] and data["timing"]["verdict"] == "slows down"
+    assert data["timing"]["slope"] == 1e-3 and data["timing"]["low"] == "nan"
+    assert len(data["timing"]["step"]) == 5_000 and data["timing"]["step"][-1] == 8_999
+
+
 def test_what_cannot_be_reported(tmp_path: Path) -> None:
     made, file = trace(), tmp_path / "x.html"
-    with pytest.raises(GradtraceError, match="a dict cannot be compared"):
-        made.report(file, compare={})  # type: ignore[arg-type]
-    with pytest.raises(GradtraceError, match="2 names for 1 traces"):
-        made.report(file, name=("a", "b"))
     with pytest.raises(GradtraceError, match="name is text"):
-        made.report(file, name=[1])  # type: ignore[list-item]
+        made.report(file, name=[1])  # type: ignore[arg-type]
     with pytest.raises(GradtraceError, match="from 1 on"):
         made.report(file, sample=0)
-    with pytest.raises(container.BadFile, match="does not exist"):
-        made.report(file, training=tmp_path / "none.jsonl")
+    with pytest.raises(GradtraceError, match=r"give its two tables.*gt\.load"):
+        made.report(file, training="run.jsonl")  # type: ignore[arg-type]
     assert not file.exists()
 
 
@@ -271,13 +248,13 @@ def test_a_large_report_in_a_notebook_has_no_paths(monkeypatch: pytest.MonkeyPat
     data = decoded(re.findall(r"<script>(.*)</script>", framed(made._repr_html_()))[0])
     (told,) = data["traces"]
     assert told["forest"]["next"] == [] and any("left out" in note for note in told["notes"])
-    assert {start for leaf in told["leaves"] for start in leaf["map"]["start"]} <= {-1, -2}
+    assert {start for leaf in told["leaves"] for start in leaf["start"]} <= {-1, -2}
     monkeypatch.setattr(page, "NOTEBOOK_MAX_CHARS", 100)
     assert "too large for a notebook" in made._repr_html_()
 
 
 def test_a_large_model_in_a_notebook_has_a_smaller_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_view, "FULL_VIEW_MAX_OPERATORS", 1)
+    monkeypatch.setattr(building, "FULL_VIEW_MAX_OPERATORS", 1)
     data = decoded(re.findall(r"<script>(.*)</script>", framed(trace()._repr_html_()))[0])
     notes = data["traces"][0]["notes"]
     assert any("smaller view" in note and "report.html" in note for note in notes)
@@ -301,42 +278,3 @@ def test_the_container() -> None:
     assert found["d"] == ["nan", "inf", "-inf", None, True, "\u2028\ud800"]
     again = encode.read(encode.contained(data))
     assert again["b"][1].tolist() == [1, 2, 3]
-
-
-def test_a_view_survives_a_file() -> None:
-    view = trace()._view()
-    assert torch.equal(report.saved(report.loaded(report.saved(view))), report.saved(view))
-
-
-BEYOND: dict[tuple[str, str], Callable[[View], int]] = {
-    ("operators", "name"): lambda view: len(view.words),
-    ("operators", "module"): lambda view: len(view.modules),
-    ("operators", "shape"): lambda view: len(view.shapes),
-    ("operators", "leaf"): lambda view: len(view.leaves),
-    ("edges", "producer"): lambda view: len(view.operators.name),
-    ("forest", "operator"): lambda view: len(view.operators.name),
-    ("forest", "word"): lambda view: len(view.words),
-    ("forest", "next"): lambda view: len(view.forest.next),
-    ("forest", "element"): lambda view: -2,
-    ("flow", "depth"): lambda view: -1,
-}
-"""Columns of a view, each with the least number that is out of its bounds, or the greatest."""
-
-
-@pytest.mark.parametrize(("part", "column"), BEYOND)
-def test_an_index_out_of_bounds_is_refused(part: str, column: str) -> None:
-    view = trace()._view()
-    whole = getattr(view, part)
-    changed = getattr(whole, column).copy()
-    changed[0] = BEYOND[part, column](view)
-    wrong = replace(view, **{part: replace(whole, **{column: changed})})
-    with pytest.raises(SchemaMismatch, match=f"^{part} {column} is out of bounds"):
-        report.loaded(report.saved(wrong))
-
-
-@pytest.mark.parametrize("change", [{"module": 99}, {"operator": -1}, {"zero": 7}])
-def test_a_leaf_out_of_bounds_is_refused(change: dict[str, int]) -> None:
-    view = trace()._view()
-    wrong = replace(view, leaves=(replace(view.leaves[0], **change), *view.leaves[1:]))
-    with pytest.raises(SchemaMismatch, match=r"^leaves\[0\] \w+ is out of bounds"):
-        report.loaded(report.saved(wrong))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from itertools import groupby, product
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -16,16 +16,14 @@ from pages import decoded, path_of
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace import report
-from gradtrace.report import building, encode, trace_view
-from gradtrace.report.cells import Grid
-from gradtrace.report.tuning import Limits
+from gradtrace.report import building, encode, page
+from gradtrace.report.building import LEAF_MAX_ELEMENTS, Limits
 from gradtrace.traced import Trace
 
 
 def payload(trace: Trace, **options: Any) -> Any:
     """The trace as a page has it."""
-    whole = report.report([trace._view(**options)])
+    whole = page.report(trace._view(**options))
     return decoded(encode.lettered(encode.contained(whole)))["traces"][0]
 
 
@@ -56,13 +54,12 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(x)[0][:, -1])
 
 
-def attention(reduction: str = "mean", **options: Any) -> Trace:
+def attention(**options: Any) -> Trace:
     torch.manual_seed(0)
     model = Attention().eval()
     x = torch.randint(0, 6, (3, 5))
     with gt.watch(model) as watch:
-        loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten(), reduction=reduction)
-        loss = loss if reduction == "mean" else loss.reshape(3, 5).mean(1)
+        loss = F.cross_entropy(model(x).flatten(0, 1), x.flatten())
     return watch.trace(loss, **options)
 
 
@@ -136,24 +133,21 @@ def unravelled(element: int, shape: list[int]) -> tuple[int, ...]:
 
 
 def assert_paths(trace: Trace, found: Any) -> int:
-    """Some cells' paths, of each leaf, are those of ``trace.path``; how many have one."""
+    """Some listed elements' paths, of each leaf, are those of ``trace.path``; how many have one."""
     forest, rows, count = found["forest"], found["operators"], 0
     for n, leaf in enumerate(found["leaves"]):
-        if leaf["map"] is None:
-            assert not leaf["elements"]
-            continue
         every = max(1, leaf["elements"] // 5)  # to ask for a path takes a while
-        for cell, element in list(enumerate(leaf["map"]["element"]))[::every]:
+        for n_th, element in list(enumerate(leaf["element"]))[::every]:
             index = unravelled(element, leaf["shape"])
-            start = leaf["map"]["start"][cell]
+            start = leaf["start"][n_th]
             if start == -1:
                 with pytest.raises(gt.errors.GradtraceError, match="has no path"):
                     trace.path(leaf["name"], index)
                 continue
             assert start >= 0
-            path, stops = trace.path(leaf["name"], index), path_of(found, n, cell)
+            path, stops = trace.path(leaf["name"], index), path_of(found, n, n_th)
             assert len(path.steps) == len(stops)
-            assert leaf["map"]["gradient"][cell] == pytest.approx(path.gradient, rel=1e-5)
+            assert leaf["gradient"][n_th] == pytest.approx(path.gradient, rel=1e-5)
             for step, at in zip(path.steps, stops):
                 row = forest["operator"][at]
                 assert found["words"][forest["word"][at]] == step.operator
@@ -176,47 +170,13 @@ def assert_paths(trace: Trace, found: Any) -> int:
 
 @ways
 @pytest.mark.parametrize("rule", ["greedy", "viterbi"])
-def test_paths_of_cells_are_those_of_the_trace(make: Callable[..., Trace], rule: str) -> None:
+def test_paths_of_elements_are_those_of_the_trace(make: Callable[..., Trace], rule: str) -> None:
     trace = make(rule=rule)
     found = payload(trace)
-    assert (found["rule"], found["granularity"], found["pairs"]) == (rule, "scalar", 1)
+    assert found["rule"] == rule
     assert assert_paths(trace, found)
     joined = zip(found["forest"]["next"], range(len(found["forest"]["next"])))
     assert all(further == -1 or further > at for further, at in joined)
-
-
-def test_paths_of_the_first_of_several_losses() -> None:
-    trace = attention("none")
-    found = payload(trace)
-    assert found["pairs"] == 3
-    assert any("first of 3 losses" in note for note in found["notes"])
-    assert assert_paths(trace, found)
-    errors = found["tables"][""]["error"]
-    assert any(error > 0 for error in errors)
-
-
-@pytest.mark.parametrize("rule", ["greedy", "viterbi"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_paths_of_whole_tensors(rule: str, reduction: str) -> None:
-    trace = attention(reduction, rule=rule, granularity="operator")
-    found = payload(trace)
-    forest = found["forest"]
-    for n, leaf in enumerate(found["leaves"]):
-        starts = set(leaf["map"]["start"])
-        if starts == {-1}:
-            with pytest.raises(gt.errors.GradtraceError, match="has no path"):
-                trace.path(leaf["name"])
-            continue
-        path = trace.path(leaf["name"])
-        stops = path_of(found, n, 0)
-        assert len(starts) == 1 and len(stops) == len(path.steps)
-        for step, at in zip(path.steps, stops):
-            assert found["words"][forest["word"][at]] == step.operator
-            assert forest["element"][at] == -1
-            assert math.isnan(forest["derivative"][at])
-            assert forest["gradient"][at] == pytest.approx(step.gradient, rel=1e-6)
-            assert forest["share"][at] == pytest.approx(step.share, rel=1e-6)
-    assert found["routes"]
 
 
 # Operators and edges ------------------------------------------------------------------------------
@@ -338,10 +298,10 @@ def test_leaves_have_the_gradient_of_autograd(make: Callable[..., Trace]) -> Non
         assert leaf["norm"] == pytest.approx(float(grad.norm()), rel=1e-6)
         assert leaf["largest"] == (float(grad.abs().max()) if grad.numel() else 0)
         assert found["operators"]["leaf"][leaf["operator"]] == n
-        if leaf["map"]:
-            height, width = leaf["map"]["height"], leaf["map"]["width"]
-            assert height * width == grad.numel()
-            assert leaf["map"]["gradient"] == grad.reshape(-1).tolist()
+        size = grad.reshape(-1).abs()
+        largest = size.argsort(descending=True, stable=True)[:LEAF_MAX_ELEMENTS]
+        assert leaf["element"] == largest.tolist()
+        assert leaf["gradient"] == grad.reshape(-1)[largest].tolist()
 
 
 def test_operators_that_only_move_elements() -> None:
@@ -450,51 +410,36 @@ def test_a_module_that_is_called_often() -> None:
 
 
 @ways
-@pytest.mark.parametrize("granularity", ["scalar", "operator"])
-def test_tables_are_those_of_the_trace(make: Callable[..., Trace], granularity: str) -> None:
-    trace = make(granularity=granularity)
-    found = payload(trace)
-    assert {"", "operators"} <= found["tables"].keys()
-    for kind, columns in found["tables"].items():
-        table = trace.influence(kind or None)
-        assert columns["name"] == [row.name for row in table]
-        for n, row in enumerate(table):
-            assert columns["through"][n] == row.through
-            assert columns["eligible"][n] == row.eligible
-            assert same(columns["share"][n], row.share)
-            assert columns["weighted"][n] == pytest.approx(row.weighted, nan_ok=True)
-            assert (columns["own"][n], columns["unreached"][n]) == (row.own, row.unreached)
-            at = columns["module"][n]
-            is_module = kind == "" and bool(trace.modules)
-            assert (found["modules"][at]["name"] == row.name) if is_module else at == -1
-
-
-def test_labels_and_arguments_have_tables() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(4, 3, requires_grad=True)
-    heads = gt.label(x * 2, -1, "head")
-    loss = (heads + heads.tanh()).sum()
-    trace = gt.trace(loss, names={"x": x})
-    found = payload(trace)["tables"]
-    assert found["labels"]["name"] == ["head 0", "head 1", "head 2"]
-    assert found["labels"]["through"] == [4, 4, 4]
-    assert len(found["arguments"]["name"]) == 2
-    whole = payload(gt.trace(loss, names={"x": x}, granularity="operator"))
-    assert "operators" in whole["tables"] and "labels" not in whole["tables"]
-
-
-@ways
-def test_flow_is_that_of_the_trace(make: Callable[..., Trace]) -> None:
+def test_tables_are_those_of_the_trace(make: Callable[..., Trace]) -> None:
     trace = make()
-    found, flow = payload(trace), trace.norms()
-    told = found["flow"]
-    assert told["findings"] == list(flow.findings)
-    for name in ("depth", "norm", "rms", "zeros", "operator", "module"):
-        assert told[name] == [getattr(level, name) for level in flow.profile]
-    for row, other in zip(told["rows"], flow, strict=True):
-        assert found["modules"][row["module"]]["name"] == other.module
+    found, table, norms = payload(trace), trace.influence(), trace.norms()
+    told = found["tables"][""]
+    assert told["name"] == list(table.names) and told["notes"] == list(table.notes)
+    for name in ("through", "eligible", "share", "weighted", "unreached", "own"):
+        assert told[name] == pytest.approx(table.column(name), nan_ok=True)
+    for at, row in zip(told["module"], table):
+        is_module = row.name in trace.modules
+        assert (found["modules"][at]["name"] == row.name) if is_module else at == -1
+    assert found["flow"]["findings"] == list(norms.notes)
+    for mine, row in zip(found["flow"]["rows"], norms, strict=True):
+        assert found["modules"][mine["module"]]["name"] == row.name.replace("(top)", "")
         for name in ("depth", "norm", "gain", "zeros", "own", "verdict"):
-            assert row[name] == getattr(other, name)
+            assert mine[name] == row[name]
+    every = trace.coverage(1000)["all"]
+    assert found["coverage"]["elements"] == every.elements
+    assert found["coverage"]["median"] == pytest.approx(every.median, nan_ok=True)
+
+
+def test_forks_are_those_of_the_trace_by_information() -> None:
+    trace = attention()
+    shares = trace.influence("forks").shares
+    told = payload(trace)["choices"]
+    mine = {f"{f['name']}/{b['name']}": b["share"] for f in told for b in f["branches"]}
+    assert mine == {name: share if share == share else "nan" for name, share in shares.items()}
+    known = [f for f in told if all(b["share"] != "nan" for b in f["branches"])]
+    for fork in known:
+        assert sum(b["share"] for b in fork["branches"]) == pytest.approx(1)
+    assert payload(perceptron())["choices"] == []
 
 
 @pytest.mark.parametrize("make", [attention, recurrent, nameless], ids=lambda m: m.__name__)
@@ -541,37 +486,6 @@ def _modules(found: Any, route: Any) -> list[str]:
 # Sizes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "shape", [(7,), (100,), (5, 5), (97, 31), (3, 4, 5), (1, 400), (400, 1), (), (1, 1, 1, 1)]
-)
-@pytest.mark.parametrize("budget", [1, 12, 64, 2304])
-def test_every_cell_has_its_largest_element(shape: tuple[int, ...], budget: int) -> None:
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    (cut,) = building.grids([shape], budget)
-    found = building.cells(gradient, cut)
-    height, width, rows, columns = cut
-    assert rows * columns <= max(1, budget) and height * width == gradient.numel()
-    best: dict[tuple[int, int], float] = {}
-    for r, c in product(range(height), range(width)):
-        cell, size = (
-            (r * rows // height, c * columns // width),
-            abs(gradient.reshape(-1)[r * width + c]),
-        )
-        best[cell] = max(best.get(cell, 0.0), float(size))
-    assert len(best) == rows * columns
-    for n, (element, value) in enumerate(zip(found.element.tolist(), found.gradient.tolist())):
-        r, c = element // width, element % width
-        assert (r * rows // height, c * columns // width) == (n // columns, n % columns)
-        assert abs(value) == best[n // columns, n % columns]
-        assert value == float(gradient.reshape(-1)[element])
-
-
-def test_what_is_no_number_counts_most() -> None:
-    gradient = torch.tensor([[1.0, math.nan, 3.0, -math.inf], [9.0, 2.0, 1.0, 1.0]])
-    found = building.cells(gradient, Grid(2, 4, 1, 2))
-    assert found.element.tolist() == [1, 3]
-
-
 def test_a_wide_model_keeps_to_the_budget() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(600, 600) for _ in range(12)]
@@ -580,28 +494,16 @@ def test_a_wide_model_keeps_to_the_budget() -> None:
         loss = model(torch.randn(2, 600)).square().mean()
     trace = watch.trace(loss)
     found = payload(trace)
-    cells = [leaf["map"]["rows"] * leaf["map"]["columns"] for leaf in found["leaves"]]
-    assert 20_000 < sum(cells) <= 40_000
-    assert max(cells) <= 48 * 48
-    assert 20_000 < len(found["forest"]["next"]) <= 60_000
-    starts = [start for leaf in found["leaves"] for start in leaf["map"]["start"]]
-    assert sum(start >= 0 for start in starts) > 5_000
-    assert all(-2 <= start < 60_000 for start in starts)
-    for leaf in found["leaves"]:  # the largest of each leaf is among those that were followed
-        sizes = [abs(g) for g in leaf["map"]["gradient"]]
-        assert leaf["map"]["start"][sizes.index(max(sizes))] >= 0
-
-
-def test_of_many_leaves_each_has_few_cells() -> None:
-    shapes = [(100, 100)] * 1000
-    found = building.grids(shapes, 40_000)
-    assert sum(g.rows * g.columns for g in found) <= 40_000
-    assert all(g.rows * g.columns >= 36 for g in found)
-    assert len(building.grids([(5, 5)] * 50_000, 40_000)) == 50_000  # one each, whatever the budget
+    listed = [len(leaf["element"]) for leaf in found["leaves"]]
+    assert max(listed) == LEAF_MAX_ELEMENTS and sum(listed) <= 4_000
+    assert 2_000 < len(found["forest"]["next"]) <= 60_000
+    for leaf in found["leaves"]:
+        assert min(leaf["start"]) >= 0
+        assert abs(leaf["gradient"][0]) == pytest.approx(leaf["largest"], rel=1e-6)
 
 
 def test_a_deep_chain_is_followed_by_fewer_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_view, "FULL", Limits(stops=500, tried=50, steps=4_000))
+    monkeypatch.setattr(building, "FULL", Limits(elements=50, points=500, steps=4_000))
     x = torch.linspace(0.5, 1, 300).requires_grad_()
     y = x
     for _ in range(100):
@@ -609,8 +511,9 @@ def test_a_deep_chain_is_followed_by_fewer_paths(monkeypatch: pytest.MonkeyPatch
     found = payload(gt.trace(y.sum(), names={"x": x}))
     assert found["sample"]["drawn"] == 4_000 // 102
     assert len(found["forest"]["next"]) <= 500
-    starts = found["leaves"][0]["map"]["start"]
-    assert starts.count(-2) > 290 and any(start >= 0 for start in starts)
+    starts = found["leaves"][0]["start"]
+    assert len(starts) == 4_000 // 102
+    assert starts.count(-2) > 30 and any(start >= 0 for start in starts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -623,12 +526,12 @@ def test_numbers_that_are_not_finite() -> None:
     x = torch.tensor([0.0, 4.0], requires_grad=True)
     found = payload(gt.trace((x.sqrt() * 2).sum(), names={"x": x}, nonfinite="allow"))
     (leaf,) = found["leaves"]
-    assert leaf["map"]["gradient"] == [math.inf, 0.5]
+    assert leaf["gradient"] == [math.inf, 0.5]
     assert leaf["largest"] == "inf" and leaf["norm"] == "inf"
     y = torch.tensor([0.0, 1.0], requires_grad=True)
     loss = (y * torch.tensor([math.nan, 1.0])).sum()
     (leaf,) = payload(gt.trace(loss, names={"y": y}, nonfinite="allow"))["leaves"]
-    assert math.isnan(leaf["map"]["gradient"][0]) and leaf["largest"] == "nan"
+    assert math.isnan(leaf["gradient"][0]) and leaf["largest"] == "nan"
 
 
 def test_complex_numbers_on_the_way() -> None:

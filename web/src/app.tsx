@@ -1,17 +1,15 @@
 /** The shell: header, module tree, tabs. It holds the state and hands it to everything. */
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Attribution } from "./attribution";
-import { Compare } from "./compare";
 import { short } from "./format";
 import { along } from "./graph/boxes";
 import { picked } from "./graph/fold";
 import { Graph } from "./graph/view";
 import { Keys } from "./keys";
-import { ExportMenu } from "./menu";
 import { Overview } from "./overview";
 import { Paths } from "./paths";
 import { Search } from "./search";
-import { across, fromHash, nothing, tabs, write } from "./state";
+import { fromHash, nothing, tabs, write } from "./state";
 import { About } from "./terms";
 import { Theme } from "./theme";
 import { Training } from "./training";
@@ -24,7 +22,6 @@ const panels: Record<Tab, (view: View) => preact.JSX.Element | null> = {
   graph: Graph,
   paths: Paths,
   attribution: Attribution,
-  compare: Compare,
   training: Training,
 };
 
@@ -33,18 +30,16 @@ const titles: Record<Tab, string> = {
   graph: "Graph",
   paths: "Paths",
   attribution: "Attribution",
-  compare: "Compare",
   training: "Training",
 };
 
 /** Where a move leads. A newly picked path opens the boxes it runs through, and only those. */
 export function moved(before: State, patch: Partial<State>, report: Report): State {
-  const other = patch.trace !== undefined && patch.trace !== before.trace;
-  const after = { ...(other ? across(before, report, patch.trace!) : before), ...patch };
+  const after = { ...before, ...patch };
   const element = patch.element !== undefined && patch.element !== null;
   const route = patch.route !== undefined && patch.route !== null;
   if (element && !route) after.route = null;
-  const trace = report.traces[after.trace];
+  const trace = report.traces[0];
   if (trace && (element || route) && patch.open === undefined) {
     const rows = picked(trace, after);
     if (rows.length) after.open = along(trace, rows);
@@ -81,7 +76,7 @@ export function App({ report }: { report: Report }) {
       if (help || typing || event.ctrlKey || event.metaKey || event.altKey) return;
       if (event.key === "?") setHelp(true);
       else if (event.key === "Escape" && drawer) setDrawer(false);
-      else if (/^[1-6]$/.test(event.key) && list[Number(event.key) - 1]) go({ tab: list[Number(event.key) - 1]! });
+      else if (/^[1-5]$/.test(event.key) && list[Number(event.key) - 1]) go({ tab: list[Number(event.key) - 1]! });
       else return;
       event.preventDefault();
     };
@@ -89,7 +84,7 @@ export function App({ report }: { report: Report }) {
     return () => removeEventListener("keydown", press);
   }, [list, go, help, drawer]);
 
-  const view: View = { report, trace: report.traces[state.trace] ?? nothing, state, go };
+  const view: View = { report, trace: report.traces[0] ?? nothing, state, go };
   const Panel = panels[state.tab];
   const some = report.traces.length > 0;
   return (
@@ -109,18 +104,8 @@ export function App({ report }: { report: Report }) {
         <h1 title={report.title.slice(0, 500)}>
           <bdi>{short(report.title, 80) || "Report"}</bdi>
         </h1>
-        {report.traces.length > 1 && (
-          <div class="switch" role="group" aria-label="Trace">
-            {report.traces.map((trace, at) => (
-              <button key={at} aria-pressed={at === state.trace} title={short(trace.name, 200)} onClick={() => go({ trace: at })}>
-                <bdi>{short(trace.name, 18) || `trace ${at + 1}`}</bdi>
-              </button>
-            ))}
-          </div>
-        )}
         {some && <Search {...view} />}
         <div class="actions">
-          <ExportMenu {...view} />
           <Theme />
           <button class="icon" aria-label="Help" title="What the words mean, and the keyboard (?)" onClick={() => setHelp(true)}>
             ?

@@ -14,7 +14,7 @@ export function seriesOf(trace: Trace): Set<number> {
   const found = new Set<number>();
   const table = trace.tables[""];
   table?.module.forEach((module, row) => {
-    if (module > 0 && table.series?.[row]) found.add(module);
+    if (module > 0 && table.series[row]) found.add(module);
   });
   return found;
 }
@@ -42,7 +42,7 @@ export function Choices({ trace, by, show }: {
 }) {
   const series = inSeries(trace);
   const forks = trace.choices;
-  if (!forks) return <p class="void">This file does not say where paths divide; trace again to see it.</p>;
+  if (!forks) return <p class="void">There are too many places where paths divide to list them.</p>;
   const some = forks.filter((fork) => fork.branches.some((branch) => branch.elements > 0));
   return (
     <>
@@ -115,9 +115,7 @@ function One({ fork, by, show }: { fork: Fork; by: State["by"]; show: (module: n
     <li data-testid="fork" data-name={fork.name}>
       <h3>
         <bdi title={short(fork.name, 400)}>{short(fork.name, 60)}</bdi>
-        <small>
-          {fork.times > 1 && ` ×${count(fork.times)} · `} {fork.kind} · {counted(total, "element")}
-        </small>
+        <small> {counted(total, "element")}</small>
       </h3>
       <ul class="branches">{rows(branches.slice(0, BRANCHES))}</ul>
       {branches.length > BRANCHES && (

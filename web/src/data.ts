@@ -116,7 +116,7 @@ function number(value: unknown, what: string): number {
 export function verify(report: Report): void {
   demand(typeof report.title === "string", "the title is no text");
   demand(Array.isArray(report.made) && Array.isArray(report.traces), "a list is missing");
-  demand(report.traces.length <= 2, "more than two traces");
+  demand(report.traces.length <= 1, "more than one trace");
   try {
     report.traces.forEach(trace);
     training(report);
@@ -171,10 +171,9 @@ function trace(trace: Trace): void {
     leaf.largest = number(leaf.largest, "a gradient");
     demand(leaf.operator >= 0 && leaf.operator < count, "a leaf's operator points outside");
     demand(leaf.module >= 0 && leaf.module < modules.length, "a leaf's module points outside");
-    const map = leaf.map;
-    if (!map) continue;
-    same(map.rows * map.columns, [map.element, map.gradient, map.start], "a heat map");
-    within(map.start, -2, vertices, "a heat map's path");
+    same(leaf.element.length, [leaf.gradient, leaf.start], "a leaf's elements");
+    within(leaf.element, 0, leaf.elements, "a leaf's element");
+    within(leaf.start, -2, vertices, "an element's path");
   }
   for (const route of trace.routes) {
     route.share = number(route.share, "a share");
@@ -185,9 +184,8 @@ function trace(trace: Trace): void {
   }
   for (const table of Object.values(trace.tables)) {
     const { name, module, share, weighted, error, through, eligible, unreached, own } = table;
-    same(name.length, [module, share, weighted, error, through, eligible, unreached, own], "influence");
+    same(name.length, [module, share, weighted, error, through, eligible, unreached, own, table.series], "influence");
     within(module, -1, modules.length, "a component's module");
-    if (table.series) same(name.length, [table.series], "influence");
   }
   for (const fork of trace.choices ?? []) {
     demand(typeof fork.name === "string" && Array.isArray(fork.branches), "a fork has no branches");

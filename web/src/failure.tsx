@@ -5,7 +5,7 @@ const texts: Record<Reason, { title: string; text: string; remedy: string }> = {
   empty: {
     title: "There is no report in this file",
     text: "This is the page that gradtrace fills with data; nobody has filled this copy.",
-    remedy: "Write a report with trace.report(\"report.html\"), or on the command line with gradtrace report FILE.",
+    remedy: "Write a report with trace.report(\"report.html\").",
   },
   damaged: {
     title: "This report is damaged",

@@ -7,7 +7,7 @@ const keys: [string, [string, string][]][] = [
     "Keyboard, everywhere",
     [
       ["/", "search"],
-      ["1 – 6", "go to a tab"],
+      ["1 – 5", "go to a tab"],
       ["?", "this help"],
       ["Esc", "close what is open"],
     ],

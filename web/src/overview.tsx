@@ -169,7 +169,7 @@ export function Overview(view: View) {
         </section>
         <section class="card full" aria-labelledby="flow-title">
           <h2 id="flow-title">Flow</h2>
-          <FlowChart traces={alone(trace)} />
+          <FlowChart trace={trace} />
         </section>
         <section class="card full" aria-labelledby="facts-title">
           <h2 id="facts-title">This trace</h2>
@@ -179,17 +179,6 @@ export function Overview(view: View) {
       </div>
     </div>
   );
-}
-
-const singles = new WeakMap<Trace, readonly Trace[]>();
-
-/** A list of one, the same at every draw, so that nothing is computed again. */
-function alone(trace: Trace): readonly Trace[] {
-  const old = singles.get(trace);
-  if (old) return old;
-  const made = [trace];
-  singles.set(trace, made);
-  return made;
 }
 
 /** Whether a finding says that something is wrong; the others say that nothing is. */
@@ -225,14 +214,9 @@ function Facts({ trace }: { trace: Trace }) {
       trace.rule,
       rules[trace.rule],
     ],
-    [
-      "Granularity",
-      trace.granularity === "scalar" ? "element by element" : "whole tensors",
-    ],
     ["Operators", count(operators)],
     ["Modules", count(trace.modules.length)],
     ["Elements", count(elements || trace.leaves.reduce((sum, leaf) => sum + leaf.elements, 0))],
-    ["Losses", count(trace.pairs), trace.pairs === 1 ? "one loss, so there is no standard error" : "followed each by itself, such as those of the samples of a batch"],
     [
       "Sample",
       counted(paths, "path"),

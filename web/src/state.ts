@@ -9,16 +9,14 @@ export function tabs(report: Report): Tab[] {
   const list: Tab[] = [];
   if (report.traces.length) list.push("overview", "graph", "paths");
   if (report.attribution) list.push("attribution");
-  if (report.traces.length > 1) list.push("compare");
   if (report.training || report.timing) list.push("training");
   return list.length ? list : ["overview"];
 }
 
-export function fresh(report: Report, trace = 0): State {
-  const shown = report.traces[trace];
+export function fresh(report: Report): State {
+  const shown = report.traces[0];
   return {
     tab: tabs(report)[0]!,
-    trace,
     open: shown ? boxesAtFirst(shown) : [],
     module: null,
     operator: null,
@@ -43,7 +41,7 @@ function boxesAtFirst(trace: Trace): number[] {
 
 /** The boxes that are open unless the reader says otherwise: those of a picked path, if there is one. */
 function preset(state: State, report: Report): number[] {
-  const trace = report.traces[state.trace];
+  const trace = report.traces[0];
   if (!trace) return [];
   const rows = picked(trace, state);
   return rows.length ? along(trace, rows) : boxesAtFirst(trace);
@@ -51,10 +49,9 @@ function preset(state: State, report: Report): number[] {
 
 /** Only what differs from the beginning is written, so that short places have short addresses. */
 export function toHash(state: State, report: Report): string {
-  const start = fresh(report, state.trace);
+  const start = fresh(report);
   const out = new URLSearchParams();
   if (state.tab !== start.tab) out.set("tab", state.tab);
-  if (state.trace) out.set("trace", String(state.trace));
   const open = join(state.open);
   if (open !== join(preset(state, report))) out.set("open", open);
   for (const key of ["module", "operator", "leaf", "element", "route", "node", "keep"] as const) {
@@ -71,9 +68,8 @@ export function toHash(state: State, report: Report): string {
 /** Any text gives a state: what is unknown or out of range is left as at the beginning. */
 export function fromHash(hash: string, report: Report): State {
   const given = new URLSearchParams(hash.replace(/^#/, ""));
-  const trace = index(given.get("trace"), report.traces.length) ?? 0;
-  const state = fresh(report, trace);
-  const shown = report.traces[trace];
+  const state = fresh(report);
+  const shown = report.traces[0];
   const tab = tabs(report).find((each) => each === given.get("tab"));
   if (tab) state.tab = tab;
   if (given.get("by") === "weighted") state.by = "weighted";
@@ -123,27 +119,8 @@ function split(text: string, count: number): number[] {
   return [...found].sort((a, b) => a - b);
 }
 
-/** The other trace, at the same place where it has one of that name. */
-export function across(state: State, report: Report, trace: number): State {
-  const from = report.traces[state.trace];
-  const to = report.traces[trace];
-  const next = { ...fresh(report, trace), tab: state.tab, by: state.by, views: state.views, query: state.query, node: state.node, keep: state.keep };
-  if (!from || !to) return next;
-  next.module = twin(from.modules, to.modules, state.module);
-  next.leaf = twin(from.leaves, to.leaves, state.leaf);
-  if (next.leaf !== null && state.element !== null && state.element < to.leaves[next.leaf]!.elements)
-    next.element = state.element;
-  return next;
-}
-
-function twin(from: { name: string }[], to: { name: string }[], at: number | null): number | null {
-  const name = at === null ? undefined : from[at]?.name;
-  const found = name === undefined ? -1 : to.findIndex((each) => each.name === name);
-  return found < 0 ? null : found;
-}
-
 /** Steps that a reader would go back over; the rest only rewrites the address. */
-const steps: (keyof State)[] = ["tab", "trace", "module", "operator", "leaf", "element", "route", "node"];
+const steps: (keyof State)[] = ["tab", "module", "operator", "leaf", "element", "route", "node"];
 
 /** Writes the address where that is allowed; in a sandboxed frame the state is in memory only. */
 export function write(before: State, after: State, report: Report): void {
@@ -160,8 +137,6 @@ export function write(before: State, after: State, report: Report): void {
 export const nothing: Trace = {
   name: "",
   rule: "greedy",
-  granularity: "scalar",
-  pairs: 0,
   notes: [],
   words: [],
   shapes: [],
@@ -195,6 +170,9 @@ export const nothing: Trace = {
   },
   routes: [],
   sample: { paths: 0, drawn: 0, elements: 0, seed: 0 },
+  coverage: null,
+  choices: null,
+  diagnosis: null,
   tables: {},
   flow: {
     findings: [],

@@ -75,7 +75,7 @@ const ABOUT: Record<Tab, preact.ComponentChildren> = {
   ),
   paths: (
     <>
-      Choose a parameter, then a cell of its gradient: below is the <Term of="path" /> of that element, step by step from
+      Choose a parameter, then one of its elements: below is the <Term of="path" /> of that element, step by step from
       the parameter to the loss.
     </>
   ),
@@ -85,7 +85,6 @@ const ABOUT: Record<Tab, preact.ComponentChildren> = {
       as wide as the <Term of="score" /> that goes along it. Click a box to see the routes through it.
     </>
   ),
-  compare: <>Two traces side by side: what has changed from the first to the second.</>,
   training: <>Influence, loss and time at the traced steps of a training run.</>,
 };
 

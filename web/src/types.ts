@@ -15,12 +15,12 @@ export interface Report {
   title: string;
   /** Versions and the like, in the order to show them. */
   made: [string, string][];
-  /** None (a report of training alone), one, or two to compare. */
+  /** One, or none: a report of training alone. */
   traces: Trace[];
   training: Training | null;
   timing: Timing | null;
   /** What moves a scalar, and by which routes; none unless it was handed over. */
-  attribution?: Attribution | null;
+  attribution: Attribution | null;
 }
 
 /** A pruned graph; nodes by rank, edges by influence, the largest first. */
@@ -55,9 +55,6 @@ export interface AttributionEdge {
 export interface Trace {
   name: string;
   rule: "greedy" | "edge" | "viterbi";
-  granularity: "scalar" | "operator";
-  /** How many losses the root holds. */
-  pairs: number;
   notes: string[];
   /** Words that columns refer to: operators' names. */
   words: string[];
@@ -73,12 +70,12 @@ export interface Trace {
   /** Influence by kind of component: "" (modules), "classes", "operators", ... */
   tables: Record<string, Influence>;
   flow: Flow;
-  /** What part of their elements' gradients the paths carry; none for whole tensors, in old files. */
-  coverage?: Coverage | null;
-  /** Where paths divide, the most informative first; none in old files. */
-  choices?: Fork[] | null;
+  /** What part of their elements' gradients the paths carry. */
+  coverage: Coverage | null;
+  /** Where paths divide, the most informative first; none if there are too many. */
+  choices: Fork[] | null;
   /** What is wrong; none unless it was asked for (gt.watch(model, diagnose=True)). */
-  diagnosis?: Diagnosis | null;
+  diagnosis: Diagnosis | null;
 }
 
 export interface Diagnosis {
@@ -111,9 +108,7 @@ export interface Coverage {
 /** An operator that joins branches, or a tensor whose slices are labelled. */
 export interface Fork {
   name: string;
-  kind: string; // "sum", "concatenation", "product", "label"
   module: number; // into modules, -1 outside any
-  times: number; // how often it occurs: calls of a module, time steps
   branches: Branch[];
 }
 
@@ -169,23 +164,10 @@ export interface Leaf {
   zero: number; // elements whose gradient is 0
   norm: number;
   largest: number; // max |gradient|
-  map: HeatMap | null; // null: no elements
-}
-
-/**
- * A leaf as a matrix of height × width elements (first dimension × all others; a vector is one
- * row), cut into rows × columns cells: element (r, c) of the matrix lies in the cell
- * (⌊r · rows / height⌋, ⌊c · columns / width⌋). If rows = height and columns = width each is an
- * element. Of several losses, gradients and paths are those of the first.
- */
-export interface HeatMap {
-  height: number;
-  width: number;
-  rows: number;
-  columns: number;
-  element: Int32Array; // of each cell the element with the largest |gradient|, as flat index
-  gradient: Float64Array; // its gradient, signed
-  start: Int32Array; // its vertex in the forest; -1: it has no path; -2: not followed
+  /** Its elements of the largest |gradient|, largest first: columns. */
+  element: Int32Array; // flat index
+  gradient: Float64Array; // signed
+  start: Int32Array; // its vertex in the forest; -1: it has no path; -2: not in this report
 }
 
 /** Paths that join: each vertex once, with the next one towards the loss. */
@@ -193,7 +175,7 @@ export interface Forest {
   operator: Int32Array; // into operators
   word: Int32Array; // what it is called (a part of an operator that was opened), into words
   shape: Int32Array;
-  element: Int32Array; // flat index; -1 at operator granularity (whole tensors)
+  element: Int32Array; // flat index; -1 if it is too large a number
   derivative: Float64Array; // of the next vertex by this one; at the loss its weight
   gradient: Float64Array;
   share: Float32Array; // of the gradient here, the part that came this way
@@ -228,7 +210,7 @@ export interface Influence {
   unreached: Float64Array;
   own: Float64Array;
   notes: string[];
-  series?: Uint8Array | null; // 1: every path that could pass it does; none in old files
+  series: Uint8Array; // 1: every path that could pass it does
 }
 
 export interface Flow {

@@ -1,12 +1,11 @@
 /** What every part of the page is given: the data, where the reader is, and the way to move. */
 import type { Report, Trace } from "./types";
 
-export type Tab = "overview" | "graph" | "paths" | "attribution" | "compare" | "training";
+export type Tab = "overview" | "graph" | "paths" | "attribution" | "training";
 
 /** Where the reader is. All of it is in the URL's hash, so that a place can be sent to others. */
 export interface State {
   tab: Tab;
-  trace: number; // into report.traces
   open: number[]; // boxes opened in the graph: modules, and folds of equal ones (graph/boxes.ts)
   module: number | null; // selected
   operator: number | null; // whose details the graph shows
@@ -22,7 +21,7 @@ export interface State {
 
 export interface View {
   report: Report;
-  trace: Trace; // report.traces[state.trace]
+  trace: Trace;
   state: State;
   go: (patch: Partial<State>) => void;
 }

@@ -1,11 +1,9 @@
 import { describe, expect, test } from "vitest";
 import { thin } from "../src/charts/chart";
 import { decades, extent, linear, logarithmic, nearest, nice } from "../src/charts/scale";
-import { differing, matched } from "../src/compare";
-import { aligned } from "../src/flow";
 import { ranked, says, telling, unreached } from "../src/overview";
 import { order, rate, toggled, trendline } from "../src/training";
-import { bare, pair, timing, trace } from "./sample";
+import { bare, timing, trace } from "./sample";
 
 describe("ticks", () => {
   test.each([
@@ -58,44 +56,6 @@ test("of many points the extremes stay", () => {
   expect(kept.length).toBeLessThanOrEqual(1000);
   expect(kept).toContain(54_321);
   expect(kept).toEqual([...kept].sort((a, b) => a - b));
-});
-
-describe("compare", () => {
-  const [a, b] = pair().traces;
-  test("by name, sorted by difference, with its error", () => {
-    const { both, only } = matched(a!.tables[""], b!.tables[""], "share");
-    expect(both.map((match) => match.name).sort()).toEqual(["encoder", "encoder.0", "encoder.1"]);
-    expect(only).toEqual([["head"], ["classifier"]]);
-    for (const match of both) {
-      expect(match.by).toBe(match.values[1] - match.values[0]);
-      expect(match.error).toBeCloseTo(Math.hypot(...match.errors));
-    }
-  });
-  test("what nobody could reach comes last", () => {
-    const odd = pair().traces[0]!;
-    odd.tables[""]!.share[0] = NaN;
-    const { both } = matched(odd.tables[""], b!.tables[""], "share");
-    expect(both.at(-1)!.name).toBe("encoder");
-  });
-  test("no table, no match", () => {
-    expect(matched(undefined, b!.tables[""], "share")).toEqual({
-      both: [],
-      only: [[], b!.tables[""]!.name],
-    });
-  });
-  test("facts that differ", () => {
-    const rows = differing(trace(), trace({ rule: "viterbi" }));
-    expect(rows.filter((row) => !row.same).map((row) => row.name)).toEqual(["Rule"]);
-  });
-  test("depths of two share an axis", () => {
-    const [first, second] = [trace().flow, { ...trace().flow, depth: Int32Array.of(1, 2, 3, 4, 7) }];
-    const { depth, at } = aligned([first, second]);
-    expect(depth).toEqual([0, 1, 2, 3, 4, 7]);
-    expect(at).toEqual([
-      [0, 1, 2, 3, 4, -1],
-      [-1, 0, 1, 2, 3, 4],
-    ]);
-  });
 });
 
 describe("overview", () => {

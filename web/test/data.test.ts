@@ -1,7 +1,7 @@
 import { expect, test, vi } from "vitest";
 import { decode, unpack, verify } from "../src/data";
 import type { Diagnosis, Finding, Report } from "../src/types";
-import { bare, encode, hostile, HOSTILE, large, pack, pair, report, finding, small, timing, training } from "./sample";
+import { bare, encode, hostile, HOSTILE, large, pack, report, finding, small, timing, training } from "./sample";
 
 const buffer = (of: Report): ArrayBuffer => pack(of).buffer as ArrayBuffer;
 
@@ -15,7 +15,6 @@ test("what was written is read", async () => {
 test.each([
   ["none", report([])],
   ["one without parameters", report([bare()])],
-  ["two", pair()],
   ["training", report([], { training: training(), timing: timing() })],
   ["hostile names", hostile()],
   ["a large one", large(200, 8)],
@@ -74,7 +73,7 @@ test.each<[string, (of: Report) => void]>([
   ["an edge out of range", (of) => (of.traces[0]!.edges.producer[0] = -1)],
   ["a path out of range", (of) => (of.traces[0]!.forest.next[0] = 1e6)],
   ["a child before its parent", (of) => (of.traces[0]!.modules[1]!.parent = 3)],
-  ["a heat map of another size", (of) => (of.traces[0]!.leaves[0]!.map!.rows = 77)],
+  ["an element out of range", (of) => (of.traces[0]!.leaves[0]!.element[0] = 99)],
   ["a part is missing", (of) => delete (of.traces[0] as Partial<Report["traces"][0]>).flow],
   ["a norm that is text", (of) => (of.traces[0]!.leaves[0]!.norm = "large" as unknown as number)],
   ["a finding out of range", (of) => (of.traces[0]!.diagnosis = wrong({ module: 99 }))],

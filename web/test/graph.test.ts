@@ -161,10 +161,10 @@ describe("folding", () => {
 
   test("the way of a path is made of lines that are drawn", () => {
     const trace = small().traces[0]!;
-    const leaf = trace.leaves.findIndex((each) => each.map!.start.some((start) => start >= 0));
-    const map = trace.leaves[leaf]!.map!;
-    const cell = map.start.findIndex((start) => start >= 0);
-    const rows = picked(trace, { ...fresh(small()), leaf, element: map.element[cell]! });
+    const leaf = trace.leaves.findIndex((each) => each.start.some((start) => start >= 0));
+    const { start, element } = trace.leaves[leaf]!;
+    const first = start.findIndex((each) => each >= 0);
+    const rows = picked(trace, { ...fresh(small()), leaf, element: element[first]! });
     expect(rows[0]).toBe(trace.leaves[leaf]!.operator);
     expect(rows[rows.length - 1]).toBe(0);
     for (const open of [[], everything(trace)]) {

@@ -40,7 +40,9 @@ export class Draft {
       zero: 0,
       norm: 1,
       largest: 1,
-      map: null,
+      element: new Int32Array(),
+      gradient: new Float64Array(),
+      start: new Int32Array(),
     });
     return at;
   }

@@ -1,16 +1,14 @@
 import { describe, expect, test } from "vitest";
-import { colour, mixed, type Palette, parsed, range, strength } from "../src/paths/colour";
-import { lattice } from "../src/paths/heat";
-import { cellOf, filtered, find, followed, parse, strongest } from "../src/paths/pick";
+import { filtered, find, followed, parse, strongest } from "../src/paths/pick";
 import { example, named, relative } from "../src/paths/routes";
 import { factors } from "../src/paths/steps";
 import { along, modules, path, python, quoted } from "../src/paths/walk";
-import type { HeatMap, Trace } from "../src/types";
-import { HOSTILE, large, trace } from "./sample";
+import type { Trace } from "../src/types";
+import { HOSTILE, large, startOf, trace } from "./sample";
 
 const all = (net: Trace) =>
   net.leaves.flatMap((leaf) =>
-    [...leaf.map!.start].filter((start) => start >= 0).map((start) => path(net, leaf, start)),
+    [...leaf.start].filter((start) => start >= 0).map((start) => path(net, leaf, start)),
   );
 
 describe("walking", () => {
@@ -24,7 +22,7 @@ describe("walking", () => {
   });
   test("the leaf's own derivative counts, and long paths are told by a power of ten", () => {
     const long = large(1000, 4).traces[0]!;
-    const one = path(long, long.leaves.at(-1)!, long.leaves.at(-1)!.map!.start[0]!);
+    const one = path(long, long.leaves.at(-1)!, long.leaves.at(-1)!.start[0]!);
     expect(one.steps[0]!.derivative).not.toBe(1);
     const shares = one.steps.reduce((product, step) => product * step.share, 1);
     expect(one.weight / (shares * one.gradient)).toBeCloseTo(1, 4);
@@ -37,19 +35,12 @@ describe("walking", () => {
     }
   });
   test("modules, each once in a row", () => {
-    const one = path(net, net.leaves[2]!, net.leaves[2]!.map!.start[5]!);
+    const one = path(net, net.leaves[2]!, startOf(net.leaves[2]!, 5));
     expect(modules(net, one.steps).map((m) => net.modules[m]!.name)).toEqual(["encoder.0", "encoder.1", "head"]);
-  });
-  test("whole tensors: no index, no derivative", () => {
-    const coarse = trace({ granularity: "operator" });
-    const one = path(coarse, coarse.leaves[0]!, coarse.leaves[0]!.map!.start[0]!);
-    expect(one.weight).toBeNaN();
-    expect(one.index).toEqual([]);
-    expect(one.steps.every((step) => step.index.length === 0)).toBe(true);
   });
   test("a gradient of 0 with a path has no share", () => {
     const odd = trace();
-    const start = odd.leaves[0]!.map!.start[0]!;
+    const start = odd.leaves[0]!.start[0]!;
     odd.forest.gradient[start] = 0;
     expect(path(odd, odd.leaves[0]!, start).share).toBeNaN();
   });
@@ -99,51 +90,29 @@ describe("picking", () => {
   test("followed, without a path, not followed", () => {
     const net = trace({ skip: 5 });
     const leaf = net.leaves[2]!;
-    expect(find(net, leaf, 5)).toEqual({ kind: "path", start: leaf.map!.start[5] });
+    expect(find(net, leaf, 5)).toEqual({ kind: "path", start: startOf(leaf, 5) });
     expect(find(net, leaf, 31)).toEqual({ kind: "none" });
-    const skipped = find(net, leaf, 4);
-    expect(skipped.kind).toBe("skipped");
-    expect(followed(net, leaf)).toBe([...leaf.map!.start].filter((s) => s >= 0).length);
+    expect(find(net, leaf, 4)).toEqual({ kind: "skipped" });
+    expect(followed(net, leaf)).toBe([...leaf.start].filter((s) => s >= 0).length);
   });
-  test("sampled elements are found though no cell shows them", () => {
+  test("sampled elements are found though they are not among the largest", () => {
     const net = large(200, 4).traces[0]!;
     const leaf = net.leaves[0]!;
-    const vertex = leaf.map!.start[0]!;
-    net.forest.element[vertex] = 123; // as if the cell's element were another
-    leaf.map!.start[0] = -2;
+    const vertex = leaf.start[0]!;
+    net.forest.element[vertex] = 123; // as if the element were another
+    leaf.start[0] = -2;
     expect(find(net, leaf, 123)).toEqual({ kind: "path", start: vertex });
-  });
-  test("the nearest lies near in both dimensions", () => {
-    const net = large(200, 4).traces[0]!;
-    const leaf = net.leaves[0]!;
-    leaf.map!.start.fill(-2);
-    net.forest.operator.forEach((operator, v) => {
-      if (operator === leaf.operator) net.forest.element[v] = 2000 * 768 + 700;
-    });
-    const vertex = net.forest.operator.indexOf(leaf.operator);
-    net.forest.element[vertex] = 12 * 768 + 9;
-    expect(find(net, leaf, 10 * 768 + 10)).toEqual({ kind: "skipped", nearest: 12 * 768 + 9 });
-  });
-  test("whole tensors have one path, whatever the element", () => {
-    const net = trace({ granularity: "operator" });
-    const found = find(net, net.leaves[2]!, 31);
-    expect(found.kind).toBe("path");
   });
   test("the strongest has a path", () => {
     const net = trace();
-    const { gradient } = net.leaves[2]!.map!;
-    expect(Math.abs(gradient[strongest(net.leaves[2]!)!]!)).toBe(Math.max(...gradient.map(Math.abs)));
+    const leaf = net.leaves[2]!;
+    leaf.start[0] = -1;
+    expect(strongest(leaf)).toBe(leaf.element[1]);
   });
   test("every word must be in a name", () => {
     const { leaves } = trace();
     expect(filtered(leaves, "weight ENC").map((n) => leaves[n]!.name)).toEqual(["encoder.0.weight"]);
     expect(filtered(leaves, "zzz")).toEqual([]);
-  });
-  test("cells of parts", () => {
-    const map = large(200, 8).traces[0]!.leaves[0]!.map!;
-    for (const cell of [0, 9, 63]) expect(cellOf(map, map.element[cell]!)).toBe(cell);
-    expect(cellOf(map, 0)).toBe(0);
-    expect(cellOf(map, 3072 * 768 - 1)).toBe(63);
   });
 });
 
@@ -158,52 +127,6 @@ describe("a line of Python", () => {
     expect(quoted('a"b\\')).toBe('"a\\"b\\\\"');
     expect(quoted("a\nb\u202e")).toBe('"a\\nb\\u202e"');
     expect(quoted(HOSTILE)).toContain("\\U0001f98a");
-  });
-});
-
-describe("colours", () => {
-  const map = (gradient: number[]): HeatMap => ({
-    height: 1,
-    width: gradient.length,
-    rows: 1,
-    columns: gradient.length,
-    element: Int32Array.from(gradient.keys()),
-    gradient: Float64Array.from(gradient),
-    start: new Int32Array(gradient.length),
-  });
-  test("six powers of ten, zeros and what is not finite apart", () => {
-    expect(range(map([1, -1e-9, 0, NaN]))).toEqual({ low: 1e-6, high: 1, zeros: true, odd: true, cut: true });
-    expect(range(map([0, 0]))).toEqual({ low: 0, high: 0, zeros: true, odd: false, cut: false });
-  });
-  test("strength is logarithmic", () => {
-    const span = range(map([1, 1e-4]));
-    expect(strength(1e-2, span)).toBeCloseTo(0.5);
-    expect(strength(-1, span)).toBe(1);
-    expect(strength(0, span)).toBe(0);
-    expect(strength(3, range(map([3])))).toBe(1);
-  });
-  test("sign and size", () => {
-    const ramp = (a: string, b: string) => [parsed(a), parsed(b)];
-    const palette: Palette = {
-      size: ramp("#ffffff", "#000000"),
-      plus: ramp("#ffffff", "#0000ff"),
-      minus: ramp("#ffffff", "#ff8800"),
-      zero: [1, 2, 3],
-      odd: [9, 9, 9],
-    };
-    const span = range(map([1, -1, 1e-3]));
-    expect(colour(1, span, "sign", palette)).toEqual([0, 0, 255]);
-    expect(colour(-1, span, "sign", palette)).toEqual([255, 136, 0]);
-    expect(colour(-1, span, "size", palette)).toEqual([0, 0, 0]);
-    expect(colour(0, span, "sign", palette)).toEqual([1, 2, 3]);
-    expect(colour(NaN, span, "sign", palette)).toEqual([9, 9, 9]);
-    expect(mixed(palette.size, 0.5)).toEqual([128, 128, 128]);
-  });
-  test("a long vector goes on in the next line, and fits", () => {
-    const grid = lattice(map(new Array<number>(768).fill(1)), 360);
-    expect(grid.across * grid.lines).toBeGreaterThanOrEqual(768);
-    expect(grid.across * grid.wide).toBeLessThanOrEqual(361);
-    expect(lattice(map([1, 2, 3]), 360)).toMatchObject({ across: 3, lines: 1 });
   });
 });
 

@@ -9,7 +9,6 @@ import type {
   Finding,
   Flow,
   Forest,
-  HeatMap,
   Influence,
   Leaf,
   Module,
@@ -36,8 +35,6 @@ export interface Choice {
   name?: string;
   seed?: number;
   rule?: Trace["rule"];
-  granularity?: Trace["granularity"];
-  pairs?: number;
   /** Every n-th element of a weight was not followed. */
   skip?: number;
   /** The name of the second module, in place of "head". */
@@ -230,17 +227,6 @@ class Grove {
     return found;
   }
 
-  /** The vertex of a whole tensor. */
-  coarse(at: number): number {
-    const key = `${at}`;
-    const old = this.known.get(key);
-    if (old !== undefined) return old;
-    const uses = this.nodes[at]!.uses(0);
-    const next = at === 0 ? -1 : this.coarse(uses[0]![0]);
-    const mass = this.gradients[at]!.reduce((sum, g) => sum + Math.abs(g), 0);
-    return this.put(key, at, -1, NaN, mass, { share: 1, next });
-  }
-
   private put(
     key: string,
     at: number,
@@ -298,7 +284,7 @@ const absolute = (values: ArrayLike<number>): number => {
 };
 
 export function trace(choice: Choice = {}): Trace {
-  const { seed = 1, granularity = "scalar", pairs = 1, skip = 0, head = "head" } = choice;
+  const { seed = 1, skip = 0, head = "head" } = choice;
   const nodes = perceptron(seed);
   const gradients = solve(nodes);
   const words: string[] = [];
@@ -320,14 +306,11 @@ export function trace(choice: Choice = {}): Trace {
     const name = `${modules[node.module]!.name}.${node.leaf}`;
     const own = gradients[n]!;
     const start = own.map((_, e) => {
-      if (granularity === "operator") return grove.coarse(n);
       if (skip && e % skip === skip - 1) return -2;
       return grove.scalar(n, e);
     });
     starts.push(...start.filter((s) => s >= 0));
     elements += own.length;
-    const height = node.shape.length > 1 ? node.shape[0]! : 1;
-    const width = own.length / height;
     leaves.push({
       name,
       names: node.shape.length === 1 && node.module === 2 ? [name, "tied.bias"] : [name],
@@ -339,23 +322,13 @@ export function trace(choice: Choice = {}): Trace {
       zero: own.filter((g) => g === 0).length,
       norm: Math.hypot(...own),
       largest: Math.max(...own.map(Math.abs)),
-      map: {
-        height,
-        width,
-        rows: height,
-        columns: width,
-        element: Int32Array.from(own.keys()),
-        gradient: Float64Array.from(own),
-        start: Int32Array.from(start),
-      },
+      ...ordered([...own.keys()], own, start),
     });
   }
   const forest = grove.forest();
   return {
     name: choice.name ?? "net",
     rule: choice.rule ?? "greedy",
-    granularity,
-    pairs,
     notes: choice.notes ?? [],
     words,
     shapes,
@@ -374,8 +347,11 @@ export function trace(choice: Choice = {}): Trace {
     forest,
     routes: routes(forest, starts, modules, nodes),
     sample: { paths: starts.length, drawn: elements, elements, seed: 0 },
-    tables: { "": influence(forest, starts, modules, nodes, pairs) },
+    tables: { "": influence(forest, starts, modules, nodes) },
     flow: flow(nodes, gradients, modules),
+    coverage: null,
+    choices: null,
+    diagnosis: null,
   };
 }
 
@@ -442,7 +418,6 @@ function influence(
   starts: number[],
   modules: Module[],
   nodes: Node[],
-  pairs: number,
 ): Influence {
   const through = modules.map(() => 0);
   const mass = modules.map(() => 0);
@@ -466,12 +441,13 @@ function influence(
     module: Int32Array.from(some),
     share: Float64Array.from(some, (m) => through[m]! / n),
     weighted: Float64Array.from(some, (m) => mass[m]! / (total || 1)),
-    error: Float64Array.from(some, (m) => (pairs > 1 ? 0.01 + 0.01 * m : NaN)),
+    error: Float64Array.from(some, () => NaN),
     through: Float64Array.from(some, (m) => through[m]!),
     eligible: Float64Array.from(some, () => n),
     unreached: Float64Array.from(some, () => 5),
     own: Float64Array.from(some, () => 0),
     notes: [],
+    series: new Uint8Array(some.length),
   };
 }
 
@@ -514,18 +490,12 @@ export function report(traces: Trace[] = [], more: Partial<Report> = {}): Report
     traces,
     training: null,
     timing: null,
+    attribution: null,
     ...more,
   };
 }
 
 export const small = (choice: Choice = {}): Report => report([trace(choice)]);
-
-export function pair(): Report {
-  return report([
-    trace({ name: "before", pairs: 4 }),
-    trace({ name: "after", seed: 9, pairs: 4, head: "classifier" }),
-  ]);
-}
 
 export function hostile(): Report {
   const found = trace({ name: HOSTILE, head: HOSTILE, notes: [HOSTILE] });
@@ -696,8 +666,6 @@ export function large(operators = 22_000, side = 64): Report {
     {
       name: `large (${n})`,
       rule: "greedy",
-      granularity: "scalar",
-      pairs: 1,
       notes: [],
       words,
       shapes,
@@ -713,7 +681,7 @@ export function large(operators = 22_000, side = 64): Report {
       leaves,
       forest,
       routes: leaves.slice(0, 5).map((leaf) => {
-        const way = along(forest, leaf.map!.start[0]!).slice(1);
+        const way = along(forest, leaf.start[0]!).slice(1);
         const places = way.map((v) => all.module[forest.operator[v]!]!);
         return {
           operators: way.map((v) => forest.operator[v]!),
@@ -721,7 +689,7 @@ export function large(operators = 22_000, side = 64): Report {
           count: 10,
           share: 0.2,
           weighted: 0.2,
-          starts: [leaf.map!.start[0]!],
+          starts: [leaf.start[0]!],
         };
       }),
       sample: { paths: 10_000, drawn: 10_000, elements: leaves.length * 768 * 3072, seed: 0 },
@@ -737,6 +705,7 @@ export function large(operators = 22_000, side = 64): Report {
           unreached: share.map(() => 0),
           own: share.map(() => 0),
           notes: [],
+          series: new Uint8Array(share.length),
         },
       },
       flow: {
@@ -749,30 +718,18 @@ export function large(operators = 22_000, side = 64): Report {
         module: Array.from({ length: 400 }, (_, d) => `layers.${d >> 4}`),
         rows: [],
       },
+      coverage: null,
+      choices: null,
+      diagnosis: null,
     },
   ]);
 }
 
-function weight(name: string, operator: number, module: number, side: number): Leaf {
+function weight(name: string, operator: number, module: number, many: number): Leaf {
   const [height, width] = [3072, 768];
   const next = random(operator);
-  const cells = side * side;
-  const map: HeatMap = {
-    height,
-    width,
-    rows: side,
-    columns: side,
-    element: Int32Array.from({ length: cells }, (_, c) => {
-      const row = Math.floor(Math.floor(c / side) * (height / side) + next() * (height / side));
-      const column = Math.floor((c % side) * (width / side) + next() * (width / side));
-      return row * width + column;
-    }),
-    gradient: Float64Array.from(
-      { length: cells },
-      () => (next() < 0.5 ? -1 : 1) * 10 ** (-6 * next() - 2),
-    ),
-    start: new Int32Array(cells).fill(-2),
-  };
+  const gradient = Array.from({ length: many }, () => (next() < 0.5 ? -1 : 1) * 10 ** (-6 * next() - 2));
+  const element = gradient.map((_, n) => n * 1000 + Math.floor(1000 * next()));
   return {
     name,
     names: [name],
@@ -783,12 +740,25 @@ function weight(name: string, operator: number, module: number, side: number): L
     elements: height * width,
     zero: 1234,
     norm: 0.5,
-    largest: Math.max(...map.gradient.map(Math.abs)),
-    map,
+    largest: Math.max(...gradient.map(Math.abs)),
+    ...ordered(element, gradient, gradient.map(() => -2)),
   };
 }
 
-/** Paths of every third cell: products and gradients agree, whatever the model would have done. */
+/** The elements of a leaf in the order of |gradient|, the largest first. */
+function ordered(element: number[], gradient: number[], start: number[]): Pick<Leaf, "element" | "gradient" | "start"> {
+  const order = [...gradient.keys()].sort((a, b) => Math.abs(gradient[b]!) - Math.abs(gradient[a]!));
+  return {
+    element: Int32Array.from(order, (n) => element[n]!),
+    gradient: Float64Array.from(order, (n) => gradient[n]!),
+    start: Int32Array.from(order, (n) => start[n]!),
+  };
+}
+
+/** Where the path of an element starts. */
+export const startOf = (leaf: Leaf, element: number): number => leaf.start[leaf.element.indexOf(element)]!;
+
+/** Paths of every third element: products and gradients agree, whatever the model would have done. */
 function chains(
   leaves: Leaf[],
   rows: { name: number[]; shape: number[] },
@@ -828,10 +798,9 @@ function chains(
     return known.get(operator)!;
   };
   for (const leaf of leaves) {
-    const map = leaf.map!;
     const to = vertex(users.get(leaf.operator) ?? 0);
-    for (let cell = 0; cell < map.element.length; cell += 3) {
-      map.start[cell] = put(leaf.operator, map.element[cell]!, map.gradient[cell]!, to);
+    for (let n = 0; n < leaf.element.length; n += 3) {
+      leaf.start[n] = put(leaf.operator, leaf.element[n]!, leaf.gradient[n]!, to);
     }
   }
   return {

@@ -9,7 +9,7 @@ import { brief } from "../src/format";
 import { rows } from "../src/tree";
 import type { Module, Report } from "../src/types";
 import { transformer } from "./models";
-import { hostile, HOSTILE, pair, report, small, timing, training } from "./sample";
+import { hostile, HOSTILE, report, small, timing, training } from "./sample";
 
 let box: HTMLElement;
 beforeEach(() => {
@@ -84,14 +84,14 @@ test("rows know their place among siblings", () => {
 });
 
 test("tabs are gone to with arrows and numbers, and the address follows", async () => {
-  await show(pair());
+  await show(small());
   const tab = () => box.querySelector('[role="tab"][aria-selected="true"]')!;
   expect(tab().textContent).toBe("Overview");
   await press(tab(), "ArrowLeft");
-  expect(tab().textContent).toBe("Compare");
-  await press(document.body, "3");
   expect(tab().textContent).toBe("Paths");
-  expect(location.hash).toBe("#tab=paths");
+  await press(document.body, "2");
+  expect(tab().textContent).toBe("Graph");
+  expect(location.hash).toBe("#tab=graph");
 });
 
 test("a report of training alone has one tab and no tree", async () => {

@@ -1,13 +1,13 @@
 import { expect, test } from "vitest";
 import { moved } from "../src/app";
-import { across, fresh, fromHash, tabs, toHash } from "../src/state";
+import { fresh, fromHash, tabs, toHash } from "../src/state";
 import type { State } from "../src/view";
-import { bare, HOSTILE, large, pair, report, small, timing, training } from "./sample";
+import { bare, HOSTILE, large, report, small, timing, training } from "./sample";
 
 test("a place survives the address", () => {
-  const of = pair();
+  const of = small();
   const state: State = {
-    ...fresh(of, 1),
+    ...fresh(of),
     tab: "paths",
     open: [1, 2, 3, 7],
     module: 2,
@@ -47,22 +47,14 @@ test.each([
   expect(tabs(of)).toContain(state.tab);
   for (const box of state.open) expect(box).toBeLessThan(2 * of.traces[0]!.modules.length);
   expect(state.query.length).toBeLessThanOrEqual(1000);
-  expect(state).toMatchObject({ trace: 0, module: null, operator: null, leaf: null, element: null, route: null });
+  expect(state).toMatchObject({ module: null, operator: null, leaf: null, element: null, route: null });
 });
 
 test("tabs are those with something in them", () => {
   expect(tabs(small())).toEqual(["overview", "graph", "paths"]);
-  expect(tabs(pair())).toEqual(["overview", "graph", "paths", "compare"]);
   expect(tabs(report([], { training: training() }))).toEqual(["training"]);
   expect(tabs(report([bare()], { timing: timing() }))).toEqual(["overview", "graph", "paths", "training"]);
   expect(fresh(report([])).tab).toBe("overview");
-});
-
-test("the other trace is shown at the same place", () => {
-  const of = pair();
-  const state = { ...fresh(of), module: 2, leaf: 2, element: 5 };
-  expect(across(state, of, 1)).toMatchObject({ trace: 1, module: 2, leaf: 2, element: 5 });
-  expect(across({ ...state, module: 4 }, of, 1).module).toBeNull(); // it has another name there
 });
 
 test("a picked route opens the boxes on it, and an element takes its place", () => {
@@ -74,6 +66,6 @@ test("a picked route opens the boxes on it, and an element takes its place", () 
   expect(state.open).toContain(inner);
   expect(fromHash("#route=0", of).open).toEqual(state.open);
   const last = of.traces[0]!.leaves.length - 1;
-  const next = moved(state, { leaf: last, element: of.traces[0]!.leaves[last]!.map!.element[0]!, open: [1] }, of);
+  const next = moved(state, { leaf: last, element: of.traces[0]!.leaves[last]!.element[0]!, open: [1] }, of);
   expect(next).toMatchObject({ route: null, open: [1] }); // unless others are asked for
 });

@@ -12,8 +12,6 @@ export interface Series {
   values: ArrayLike<number>;
   colour: number; // of the palette: 0 to 7, or 8 for grey
   form?: "line" | "dots" | "trend" | "bound";
-  /** Where there is no number because there is nothing to measure. */
-  missing?: (at: number) => boolean;
 }
 
 export interface Pane {
@@ -135,7 +133,7 @@ function Curve({ series, laid, x }: { series: Series; laid: Laid; x: (at: number
   const points = useMemo(() => thin(series.values), [series.values]);
   const bottom = laid.top + laid.height;
   const odd = points.filter(
-    (at) => !Number.isFinite(laid.y(series.values[at]!)) && !series.missing?.(at),
+    (at) => !Number.isFinite(laid.y(series.values[at]!)),
   );
   const single = points.length === 1;
   return (
@@ -210,7 +208,7 @@ export function Chart({ title, axis, x, panes, note, legend = true }: ChartProps
       `${axis} ${count(x[i]!)}`,
       ...panes.flatMap((pane) =>
         pane.series
-          .filter((s) => measured(s) && !s.missing?.(i))
+          .filter((s) => measured(s))
           .map((s) => `${short(s.name, 40)} ${pane.format(s.values[i]!)}`),
       ),
       note?.(i) ?? "",
@@ -386,7 +384,7 @@ function Numbers({ title, axis, x, panes, note }: Omit<ChartProps, "legend">) {
                   <th scope="row">{count(x[at]!)}</th>
                   {all.map(({ pane, series }) => (
                     <td class="num">
-                      {series.missing?.(at) ? "none" : pane.format(series.values[at]!)}
+                      {pane.format(series.values[at]!)}
                     </td>
                   ))}
                   {note && <td><bdi>{note(at)}</bdi></td>}

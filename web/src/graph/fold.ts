@@ -6,6 +6,7 @@
  * at their borders, so each box can be laid out by itself: from the node to OUT, from box to box,
  * from IN to the node. What goes the same way is added up.
  */
+import { find } from "../paths/pick";
 import type { Trace } from "../types";
 import { boxes, type Boxes } from "./boxes";
 
@@ -207,13 +208,12 @@ export const consumers = (trace: Trace): Ends => both(trace).consumers;
 export function picked(trace: Trace, state: { route: number | null; leaf: number | null; element: number | null }): number[] {
   const route = state.route === null ? undefined : trace.routes[state.route];
   if (route) return route.operators;
-  const map = state.leaf === null || state.element === null ? null : trace.leaves[state.leaf]?.map;
-  if (!map) return [];
-  const cell = map.element.indexOf(state.element!);
-  if (cell < 0) return [];
+  const leaf = state.leaf === null ? undefined : trace.leaves[state.leaf];
+  const found = leaf && state.element !== null ? find(trace, leaf, state.element) : undefined;
+  if (found?.kind !== "path") return [];
   const rows: number[] = [];
   const { operator, next } = trace.forest;
   let left = operator.length; // a damaged file may hold a circle
-  for (let at = map.start[cell]!; at >= 0 && left-- > 0; at = next[at]!) rows.push(operator[at]!);
+  for (let at = found.start; at >= 0 && left-- > 0; at = next[at]!) rows.push(operator[at]!);
   return rows;
 }

@@ -3,7 +3,6 @@ import { useEffect, useLayoutEffect, useState } from "preact/hooks";
 import { count, counted, element as spelt, number, percent, shape, short, unravel } from "../format";
 import type { Leaf, Trace } from "../types";
 import type { View } from "../view";
-import { Heat } from "./heat";
 import { filtered, find, followed, indexOf, parse, strongest } from "./pick";
 import { Picker } from "./picker";
 import { Routes } from "./routes";
@@ -11,6 +10,7 @@ import { Steps } from "./steps";
 import { path, python } from "./walk";
 
 const ROUTES = 8;
+const LARGEST = 12;
 
 /** What is looked at: what the reader picked, or else the parameter with the largest gradient. */
 export function looked(view: View): { leaf: number; element: number | null } {
@@ -25,7 +25,6 @@ export function looked(view: View): { leaf: number; element: number | null } {
 
 function first(trace: Trace): number {
   let best = filtered(trace.leaves, "")[0] ?? 0;
-  // Of matrices, if there are any: a bias makes a poor picture.
   const matrix = trace.leaves.some((leaf) => leaf.parameter && leaf.shape.length > 1);
   let most = -1;
   for (const [n, leaf] of trace.leaves.entries()) {
@@ -64,31 +63,23 @@ export function Paths(view: View) {
         <div class="paths-main">
           <section class="card" data-testid="leaf-card" data-leaf={leaf.name}>
             <Head leaf={leaf} trace={trace} />
-            {element === null || !leaf.map ? (
+            {element === null ? (
               <p class="void">This tensor has no elements ({shape(leaf.shape)}).</p>
             ) : (
               <>
-                {trace.granularity === "scalar" && (
-                  <Index
-                    leaf={leaf}
-                    element={element}
-                    show={(flat) => go({ leaf: chosen, element: flat })}
-                    best={strongest(leaf)}
-                  />
-                )}
-                <Heat
+                <Index
                   leaf={leaf}
-                  map={leaf.map}
                   element={element}
-                  whole={trace.granularity === "operator"}
-                  pick={(flat) => go({ leaf: chosen, element: flat })}
+                  show={(flat) => go({ leaf: chosen, element: flat })}
+                  best={strongest(leaf)}
                 />
+                <Largest leaf={leaf} element={element} show={(flat) => go({ leaf: chosen, element: flat })} />
               </>
             )}
           </section>
           {element !== null && (
             <section class="card">
-              <Result view={view} leaf={leaf} element={element} number_={chosen} />
+              <Result view={view} leaf={leaf} element={element} />
             </section>
           )}
         </div>
@@ -193,31 +184,44 @@ function Index({ leaf, element, show, best }: {
   );
 }
 
-function Result({ view, leaf, element, number_ }: {
-  view: View;
-  leaf: Leaf;
-  element: number;
-  number_: number;
-}) {
-  const { trace, go } = view;
+/** The elements of the largest gradients, to choose from. */
+function Largest({ leaf, element, show }: { leaf: Leaf; element: number; show: (element: number) => void }) {
+  const shown = [...leaf.element.keys()].filter((n) => leaf.start[n]! >= 0).slice(0, LARGEST);
+  return (
+    <ol class="largest" aria-label="Elements of the largest gradients">
+      {shown.map((n) => (
+        <li key={n}>
+          <button
+            type="button"
+            class="stop"
+            data-testid="largest"
+            aria-pressed={leaf.element[n] === element}
+            onClick={() => show(leaf.element[n]!)}
+          >
+            <span class="mono">{indexOf(leaf, leaf.element[n]!)}</span> {number(leaf.gradient[n]!)}
+          </button>
+        </li>
+      ))}
+    </ol>
+  );
+}
+
+function Result({ view, leaf, element }: { view: View; leaf: Leaf; element: number }) {
+  const { trace } = view;
   const found = find(trace, leaf, element);
   if (found.kind === "path") return <Steps view={view} path={path(trace, leaf, found.start)} />;
   const index = unravel(element, leaf.shape);
   if (found.kind === "none") {
     return (
       <div class="nothing" data-testid="no-path">
-        <h3>
-          {trace.granularity === "operator" ? "This tensor" : `Element ${spelt(index)}`} has no path
-        </h3>
+        <h3>Element {spelt(index)} has no path</h3>
         <p>
-          Every contribution to {trace.granularity === "operator" ? "it" : "its gradient"} is 0, so
-          there is no way to show. An activation that is off, a mask, an embedding row that no token
-          used or a factor of 0 does this.
+          Every contribution to its gradient is 0, so there is no way to show. An activation that is
+          off, a mask, an embedding row that no token used or a factor of 0 does this.
         </p>
       </div>
     );
   }
-  const nearest = found.nearest;
   const held = followed(trace, leaf);
   return (
     <div class="nothing" data-testid="not-followed">
@@ -227,16 +231,6 @@ function Result({ view, leaf, element, number_ }: {
         <bdi class="mono">{short(leaf.name, 60)}</bdi>. This line of Python finds this one:
       </p>
       <Code text={python(leaf, index)} />
-      {nearest !== null && (
-        <button
-          type="button"
-          class="button"
-          data-testid="nearest"
-          onClick={() => go({ leaf: number_, element: nearest })}
-        >
-          Show the nearest that was followed, {indexOf(leaf, nearest)}
-        </button>
-      )}
     </div>
   );
 }

@@ -13,7 +13,6 @@ const STRIP = 14;
 
 export function Steps({ view, path }: { view: View; path: Path }) {
   const { trace } = view;
-  const coarse = trace.granularity === "operator";
   return (
     <section class="path" data-testid="path" aria-labelledby="path-title">
       <div class="path-head">
@@ -33,9 +32,9 @@ export function Steps({ view, path }: { view: View; path: Path }) {
           Show in graph
         </button>
       </div>
-      <Facts path={path} coarse={coarse} rule={trace.rule} />
+      <Facts path={path} rule={trace.rule} />
       <Strip view={view} path={path} />
-      <Table trace={trace} path={path} coarse={coarse} />
+      <Table trace={trace} path={path} />
     </section>
   );
 }
@@ -46,27 +45,7 @@ function picked(trace: Trace, path: Path): { leaf: number; element: number | nul
   return { leaf: trace.leaves.indexOf(path.leaf), element: flat < 0 ? null : flat };
 }
 
-function Facts({ path, coarse, rule }: { path: Path; coarse: boolean; rule: Trace["rule"] }) {
-  if (coarse) {
-    return (
-      <>
-        <dl class="facts">
-          <div>
-            <dt>Σ |gradient| of the tensor</dt>
-            <dd title={exact(path.gradient)}>{number(path.gradient)}</dd>
-          </div>
-          <div>
-            <dt>Steps</dt>
-            <dd>{count(path.steps.length)}</dd>
-          </div>
-        </dl>
-        <p class="faint">
-          This trace follows whole tensors (operator granularity): there are no elements and no
-          derivatives, and a share is the part of what all users of a tensor handed back.
-        </p>
-      </>
-    );
-  }
+function Facts({ path, rule }: { path: Path; rule: Trace["rule"] }) {
   return (
     <>
       <dl class="facts">
@@ -180,7 +159,7 @@ function Strip({ view, path }: { view: View; path: Path }) {
   );
 }
 
-function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: boolean }) {
+function Table({ trace, path }: { trace: Trace; path: Path }) {
   const [more, setMore] = useState(0);
   const [fold, setFold] = useState(false);
   const start = path.steps[0]?.vertex;
@@ -194,7 +173,7 @@ function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: bool
   const cut = between > 0;
   const last = path.steps.length - 1;
   const row = ({ step, n }: { step: Step; n: number }) => (
-    <Row key={n} n={n} step={step} last={n === last} leaf={path.leaf} coarse={coarse} />
+    <Row key={n} n={n} step={step} last={n === last} leaf={path.leaf} />
   );
   return (
     <>
@@ -215,15 +194,13 @@ function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: bool
               Operator and module
             </th>
             <th role="columnheader" scope="col">
-              {coarse ? "Shape" : "Shape and element"}
+              Shape and element
             </th>
-            {!coarse && (
-              <th role="columnheader" scope="col" class="num" title="of the next step's element by this one">
-                Derivative
-              </th>
-            )}
+            <th role="columnheader" scope="col" class="num" title="of the next step's element by this one">
+              Derivative
+            </th>
             <th role="columnheader" scope="col" class="num" title="of the loss by this element">
-              {coarse ? "Σ |gradient|" : "Gradient"}
+              Gradient
             </th>
             <th role="columnheader" scope="col" title="of the gradient here, the part that came this way">
               Share
@@ -234,7 +211,7 @@ function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: bool
           {(cut ? kept.slice(0, half + more) : kept).map(row)}
           {cut && (
             <tr role="row" class="between">
-              <td role="cell" colSpan={coarse ? 4 : 5}>
+              <td role="cell" colSpan={5}>
                 <button type="button" class="button" data-testid="all-steps" onClick={() => setMore(more + MORE)}>
                   {between > MORE
                     ? `Show ${count(MORE)} of the ${count(between)} steps between`
@@ -250,12 +227,11 @@ function Table({ trace, path, coarse }: { trace: Trace; path: Path; coarse: bool
   );
 }
 
-function Row({ n, step, last, leaf: { name, parameter }, coarse }: {
+function Row({ n, step, last, leaf: { name, parameter } }: {
   n: number;
   step: Step;
   last: boolean;
   leaf: Leaf;
-  coarse: boolean;
 }) {
   const where = n === 0 ? (parameter ? "the parameter" : "the input") : step.place;
   return (
@@ -282,19 +258,12 @@ function Row({ n, step, last, leaf: { name, parameter }, coarse }: {
         </span>
       </td>
       <td role="cell" class="where">
-        <span>{shape(step.shape)}</span> <span class="mono">{coarse ? "" : element(step.index)}</span>
+        <span>{shape(step.shape)}</span> <span class="mono">{element(step.index)}</span>
       </td>
-      {!coarse && (
-        <td role="cell" class="num" data-label="Derivative" title={exact(step.derivative)}>
-          {number(step.derivative)}
-        </td>
-      )}
-      <td
-        role="cell"
-        class="num"
-        data-label={coarse ? "Σ |gradient|" : "Gradient"}
-        title={exact(step.gradient)}
-      >
+      <td role="cell" class="num" data-label="Derivative" title={exact(step.derivative)}>
+        {number(step.derivative)}
+      </td>
+      <td role="cell" class="num" data-label="Gradient" title={exact(step.gradient)}>
         {number(step.gradient)}
       </td>
       <td role="cell" class="share" data-label="Share" title={exact(step.share)}>

@@ -10,7 +10,7 @@ export interface Step {
   place: string; // the module's name
   call: number;
   shape: number[];
-  index: number[]; // empty at operator granularity
+  index: number[];
   derivative: number;
   gradient: number;
   share: number;

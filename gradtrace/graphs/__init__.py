@@ -1,1 +1,0 @@
-"""The operator graph of a loss, as data and as SVG."""

@@ -1,1 +1,0 @@
-"""Files: written atomically, read within size limits, checked against schemas; text tables."""
