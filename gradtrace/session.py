@@ -226,7 +226,8 @@ class Session:
                 raise NonFinite(f"{error}{self._origin_of(loss)}") from None
         names = {leaf.value: name for name, leaf in named.items()}
         found = (program, gradients, rule, loss.numel(), self._classes(), names)
-        return Trace(*found, model=self.model, unseen=self._unseen(loss, names.values(), aliases))
+        unseen = self._unseen(loss, names.values(), aliases)
+        return Trace(*found, model=self.model, unseen=unseen, _value=loss.detach())
 
     def _unseen(self, loss: Tensor, leaves: Names, aliases: Mapping[str, str]) -> tuple[str, ...]:
         """Notes on modules whose parameters were used by calls that could not be seen, or that were

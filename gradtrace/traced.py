@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.components.components import Components
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, listed, printable
 from gradtrace.flow import norms_of
 from gradtrace.ir import memory
 from gradtrace.measures.decompose import decomposed, possible
@@ -48,8 +49,29 @@ class Trace(TracedProgram):
     """
 
     _diagnosis: Mapping[str, Any] | None = field(default=None, repr=False)  # leads the report
+    _value: torch.Tensor | None = field(default=None, repr=False)
     # Results, which copies with another rule do not share:
     _views: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def loss(self) -> float:
+        """The loss that was traced; of several, their mean."""
+        return nan if self._value is None else float(self._value.double().mean())
+
+    def __str__(self) -> str:
+        leaves = self.program.leaves
+        elements = sum(leaf.tensor.numel() for leaf in leaves)
+        sizes = f"{len(self.program.blocks):,} operators, {len(leaves):,} leaves of {elements:,}"
+        silent = f"No gradient: {listed(self.silent)}; watch.diagnose(loss) says why"
+        lines = (
+            f"Trace of a loss of {self.loss:.4g} by the rule {self.rule}: {sizes} elements",
+            *([silent] if self.silent else []),
+            *map(printable, self.notes),
+            str(self.norms().top(8)),
+            "Ask on: trace.decompose(), trace.influence(by='forks'), trace.path(name, index), "
+            "trace.report('trace.html')",
+        )
+        return "\n".join(lines)
 
     # Paths ----------------------------------------------------------------------------------------
 

@@ -162,10 +162,10 @@ def test_what_a_batch_may_hold(tmp_path: Path) -> None:
 
 def test_autocast_is_on_again(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    with gt.Monitor(model, folder=tmp_path) as monitor, torch.autocast("cpu", torch.bfloat16):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            monitor.step(model(torch.full((1, 2), 1e38)).float().sum() * math.inf)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    with gt.Monitor(model, folder=tmp_path) as monitor, autocast, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        monitor.step(model(torch.full((1, 2), 1e38)).float().sum() * math.inf)
     seen = []
     load_incident(monitor.incidents[0]).diagnose(
         model, lambda model, _: seen.append(x := model(torch.ones(1, 2))) or x.sum()
@@ -180,17 +180,17 @@ def run(folder: Path, scales: list[float], **how: Any) -> list[str]:
     """Steps whose gradients are multiplied: the names of the incidents."""
     model = nn.Linear(3, 1)
     how = {"passes": 1, "scale": 1.0, "grad": 1.0} | how
-    with gt.Monitor(model, folder=folder, accumulate=how["passes"]) as monitor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            for n, factor in enumerate(scales):
-                out = model(torch.randn(4, 3))
-                out.register_hook(lambda grad, factor=factor: grad * factor)
-                loss = out.mean() * how["grad"]
-                monitor.step(loss, scale=how["scale"])
-                loss.backward()
-                if n % how["passes"] == how["passes"] - 1:
-                    model.zero_grad()
+    monitored = gt.Monitor(model, folder=folder, accumulate=how["passes"])
+    with monitored as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for n, factor in enumerate(scales):
+            out = model(torch.randn(4, 3))
+            out.register_hook(lambda grad, factor=factor: grad * factor)
+            loss = out.mean() * how["grad"]
+            monitor.step(loss, scale=how["scale"])
+            loss.backward()
+            if n % how["passes"] == how["passes"] - 1:
+                model.zero_grad()
     return [each.name for each in monitor.incidents]
 
 

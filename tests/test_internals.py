@@ -197,7 +197,8 @@ def test_it_can_be_imported_anywhere() -> None:
     """Grad modes and default devices at the time of the import do not matter."""
     script = (
         "import torch\n"
-        "with torch.no_grad(), torch.inference_mode(), torch.device('meta'): import gradtrace.session\n"
+        "with torch.no_grad(), torch.inference_mode(), torch.device('meta'):\n"
+        "    import gradtrace.session\n"
         "x = torch.ones(2, requires_grad=True)\nprint(gradtrace.session.backward((x * x).sum()))"
     )
     done = fresh.python("-c", script, check=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradtrace.distributed import unwrap
 from torch import Tensor, nn
 
 import gradtrace as gt

@@ -102,7 +102,7 @@ def step(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter, gradient in zip(parameters, found):
             if gradient is not None:
-                parameter -= 0.01 * gradient.sign()
+                parameter.sub_(gradient.sign(), alpha=0.01)
 
 
 def loss_of(model: nn.Module) -> Tensor:
