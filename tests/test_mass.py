@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, in_float64
+from arguments import SUMS, arguments
 from bruteforce import Path, ScalarGraph
 from randomgraphs import Sample, build
 from thorough import THOROUGH, few, some
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.components.components import SUMS, ComponentFinder
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir import interpreter
+from gradtrace.paths.every_path import every_path
 from gradtrace.semirings import Abs
 from gradtrace.table import Table
 from gradtrace.traced import Trace
@@ -115,10 +116,10 @@ def check(seed: int) -> None:
             assert row.eligible == pytest.approx(eligible, rel=1e-8, abs=least), (seed, row.name)
         total = fsum(abs(path.weight) ** p for several in paths.values() for path in several)
         assert table.about["mass"] == pytest.approx(total, rel=1e-8, abs=least)
-        try:
-            found = trace.mass("arguments", p=p)
-        except UnknownName:  # there is no sum of two
+        every = arguments(trace)
+        if not any(component.bits for component in every.components):  # there is no sum of two
             continue
+        found = trace.mass(every, p=p)  # type: ignore[arg-type]
         left = wanted_arguments(sample, paths, p)
         for row in found:
             if row.mass <= least and row.eligible <= least:
@@ -205,7 +206,7 @@ def traced(name: str, **options: Any) -> Trace:
 
 def check_listed(trace: Trace, members: dict[str, set[str]], *tables: Table) -> None:
     """Each row against the list of all paths; ``members``: the modules of each component."""
-    paths = list(trace.enumerate(limit=100_000, zeros=True))
+    paths = list(every_path(trace, limit=100_000, zeros=True))
     modules = [frozenset(step.module for step in path.steps[1:]) for path in paths]
     names = {path.name for path in paths}
     everywhere = frozenset[str]().union(*modules)
@@ -300,7 +301,7 @@ def test_labels() -> None:
     trace = gt.trace(loss, names={"w": w, "v": v})
     labels = {0: names, 1: ["b", "a", "c", None]}
     wanted, total = dict.fromkeys("abc", 0.0), 0.0
-    for path in trace.enumerate():
+    for path in every_path(trace):
         total += abs(path.weight)
         steps = [step for step in path.steps if step.operator == "LabelBackward"]
         which = [0, 1] if len(steps) == 2 else [0 if path.name == "w" else 1]
@@ -344,7 +345,7 @@ def test_slices_of_a_component_with_leaves_of_its_own() -> None:
     trace = watch.trace(loss)
     groups = {"first": ["expert:mlp expert 0"], "both": ["expert:mlp expert 0", "gate"]}
     wanted, eligible = dict.fromkeys(groups, 0.0), 0.0
-    for path in trace.enumerate():
+    for path in every_path(trace):
         if not path.name.startswith("stem."):  # all others are the groups' own, or lead by them
             continue
         first = any(s.operator == "BmmBackward0" and s.index[0] == 0 for s in path.steps)
@@ -363,11 +364,11 @@ def test_by_hand() -> None:
     """``loss = 3a·b + 4a``: of a, one path of mass |3b| and one of 4; of b one of |3a|."""
     a, b = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.0, -5.0))
     trace = gt.trace((3 * a) * b + 4 * a, names={"a": a, "b": b})
-    table = trace.mass("arguments")
+    table = trace.mass(arguments(trace))  # type: ignore[arg-type]
     assert [(row.mass, row.eligible) for row in table] == [(15.0 + 6.0, 25.0), (4.0, 19.0)]
     assert table.about["mass"] == 25.0
     assert table.about["cancellation"] == 25 / (abs(-15 + 4) + 6)
-    square = trace.mass("arguments", p=2)
+    square = trace.mass(arguments(trace), p=2)  # type: ignore[arg-type]
     assert [row.mass for row in square] == [225.0 + 36.0, 16.0]
     assert "cancellation" not in square.about
 
@@ -385,7 +386,8 @@ def test_deep_graphs_do_not_leave_the_range() -> None:
     y = x
     for _ in range(300):
         y = y * 1e-3 + y * 1e-3
-    table = gt.trace(y.sum(), names={"x": x}).mass("arguments")
+    trace = gt.trace(y.sum(), names={"x": x})
+    table = trace.mass(arguments(trace))  # type: ignore[arg-type]
     assert table.about["mass"] == 0  # below the range of floats
     assert list(table.shares.values()) == pytest.approx([0.5] * 600, rel=1e-5)
 
@@ -395,7 +397,7 @@ def test_large_powers_tend_to_viterbi(name: str) -> None:
     """Shares tend to those of the best paths of all elements, each weighed by |weight|**p."""
     trace, p = traced(name, rule="viterbi"), 64
     paths, table = trace.paths(sample=10**6), trace.mass(p=p)
-    every = trace.enumerate(limit=100_000)
+    every = every_path(trace, limit=100_000)
     seen = {(path.name, step.module) for path in every for step in path.steps[1:]}
     passed = {(p.name, p.index): {step.module for step in p.steps[1:]} for p in paths}
     for row in table:
@@ -497,11 +499,10 @@ def test_complex_numbers_are_pairs() -> None:
     z = torch.view_as_complex(parts)
     w = (z * (2 - 1j)).exp() * z
     trace = gt.trace((w.real + w.imag.sin()).sum(), names={"parts": parts})
-    table, paths = trace.mass("operators"), trace.enumerate()
+    table, paths = trace.mass("operators"), every_path(trace)
     assert table.about["mass"] == pytest.approx(sum(abs(path.weight) for path in paths))
     exp = sum(abs(path.weight) for path in paths if "ExpBackward0" in path.operators)
     assert table["ExpBackward0"].mass == pytest.approx(exp)
-    assert fsum(trace.spectrum().gradient_shares.values()) == pytest.approx(1)
 
 
 def test_in_place_views_and_scalars() -> None:
@@ -513,7 +514,7 @@ def test_in_place_views_and_scalars() -> None:
     trace = gt.trace((y.t().reshape(-1).cumsum(0) * s).sum(), names={"x": x, "s": s})
     wanted: dict[str, float] = {}
     total = 0.0
-    for path in trace.enumerate(limit=100_000):
+    for path in every_path(trace, limit=100_000):
         total += abs(path.weight)
         for operator in set(path.operators):
             wanted[operator] = wanted.get(operator, 0.0) + abs(path.weight)
@@ -554,10 +555,6 @@ def test_formulas_that_divide_by_zero_and_mask_it(
     assert table.about["mass"] == pytest.approx(4 * weight**p)
     assert table.shares["SinBackward0"] == 1
     assert p != 1 or table.about["cancellation"] == 1
-    if p <= 16:
-        for found in (trace.spectrum(p=p), trace.spectrum(p=p, of="x")):
-            assert fsum(found.masses.values()) == pytest.approx(4 * weight**p)
-            assert fsum(found.gradient_shares.values()) == pytest.approx(1)
 
 
 def test_recurrent_layers_called_many_times() -> None:
@@ -576,14 +573,6 @@ def test_recurrent_layers_called_many_times() -> None:
     assert isnan(table.shares["cell"])  # all leaves above it belong to out
 
 
-def sums_of(trace: Trace) -> dict[str, list[str]]:
-    """The arguments of each sum, by the name of the sum."""
-    found: dict[str, list[str]] = {}
-    for name in ComponentFinder(trace.program, {}, {}, trace.names).arguments().bits:
-        found.setdefault(name.partition("[")[0], []).append(name)
-    return found
-
-
 @pytest.mark.parametrize("name", some(ARCHITECTURES, 4))
 def test_architectures(name: str) -> None:
     """The arguments of a sum have together the mass of all that comes through it. Where every path
@@ -595,25 +584,25 @@ def test_architectures(name: str) -> None:
         torch.manual_seed(0)
         with gt.watch(model) as watch:
             loss = loss_of(model)
-    trace, chosen = watch.trace(loss), dict[str, Any]()
-    sums = dict(list(sums_of(trace).items())[-4:])
-    for number, arguments in enumerate(sums.values()):
-        patterns = [f"argument:{escape(argument)}" for argument in arguments]
-        chosen |= {f"{number}": patterns, **dict(zip(arguments, patterns))}
-    series = {row.name for row in trace.influence(chosen) if row.series}
+    trace, sums = watch.trace(loss), dict[str, list[str]]()
+    for each in arguments(trace).components:
+        sums.setdefault(each.name.partition("[")[0], []).append(each.name)
+    sums = dict(list(sums.items())[-4:])
+    groups = {name: f"{escape(name)}[[]*" for name in sums}
+    groups |= {name: escape(name) for some_ in sums.values() for name in some_}
+    chosen = arguments(trace, groups)
+    series = {row.name for row in trace.influence(chosen) if row.choice == "in series"}  # type: ignore[arg-type]
     for p in POWERS:
-        table = trace.mass(chosen, p=p)
-        for number, arguments in enumerate(sums.values()):
-            both = table[f"{number}"]
-            total = sum(table[argument].mass for argument in arguments)
-            assert total == pytest.approx(both.mass, rel=1e-12)
-            assert both.share == 1 if f"{number}" in series else 0 < both.share < 1
+        table = trace.mass(chosen, p=p)  # type: ignore[arg-type]
+        for name, mine in sums.items():
+            total = sum(table[argument].mass for argument in mine)
+            assert total == pytest.approx(table[name].mass, rel=1e-12)
+            assert table[name].share == 1 if name in series else 0 < table[name].share < 1
     found = interpreter.run(trace.program, Abs()).values()
     wanted = sum(float(part.sum()) for part in found)
     assert trace.mass().about["mass"] == pytest.approx(wanted, rel=1e-12)
-    for components in ("classes", "operators"):
-        for share in trace.mass(components).shares.values():
-            assert isnan(share) or 0 <= share <= 1
+    for share in trace.mass("operators").shares.values():
+        assert isnan(share) or 0 <= share <= 1
 
 
 def test_it_prints() -> None:
@@ -636,7 +625,7 @@ def branches(scale: float = 1.0, dtype: torch.dtype = torch.float64) -> gt.Trace
 @pytest.mark.parametrize("scale", [1e-100, 1e100])
 def test_powers_of_weights_that_leave_the_range_of_floats(scale: float) -> None:
     """|1e-100|**8 is 0 as a float, and |1e100|**8 infinite: such masses are logarithms."""
-    shares = branches(scale).mass("arguments", p=8).shares
+    shares = branches(scale).mass("forks", p=8).shares
     assert list(shares.values()) == pytest.approx([3**8 / (3**8 + 4**8), 4**8 / (3**8 + 4**8)])
     assert sum(shares.values()) == pytest.approx(1, abs=1e-9)
 
@@ -645,14 +634,14 @@ def test_nothing_is_compared_with_gradients_that_are_none() -> None:
     """The table says in words why, whatever is wrong with the gradient."""
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     cancelled = gt.trace((x * 3 - x * 3).sum(), names={"x": x})
-    table = cancelled.mass("arguments")
+    table = cancelled.mass("forks")
     assert isnan(table.about["cancellation"]) and "the gradient is 0: all paths cancel" in str(
         table
     )
     dead = gt.trace((x * 0).sum(), names={"x": x}).mass("operators")
     assert "the gradient is 0: no path has a weight other than 0" in str(dead)
     broken = gt.trace((x + (x * 0).sqrt()).sum(), names={"x": x}, nonfinite="allow")
-    table = broken.mass("arguments")
+    table = broken.mass("forks")
     assert isnan(table.about["cancellation"])
     assert "some gradients are NaN or infinite" in str(table)
 

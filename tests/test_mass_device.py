@@ -10,8 +10,8 @@ import pytest
 import test_mass
 import torch
 from architectures import ARCHITECTURES
+from arguments import arguments
 from backends import CPU, imitate_gpu, using
-from gradtrace.measures.spectrum import spectrum_of
 from random_transformers import gpt2
 from thorough import some
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from gradtrace.measures.mass import mass_of
 from gradtrace.paths.path_mass import SumLayout
 from gradtrace.semirings import ABS, Abs
 from gradtrace.semirings.additive import LiftedAbs
+from gradtrace.table import Table
 from gradtrace.traced import Trace
 
 
@@ -66,14 +67,18 @@ def deep(steps: int, gain: float, other: float, dtype: torch.dtype = torch.float
     return gt.trace(y.sum() + (x * 3.0).sum(), names={"x": x})
 
 
+def masses(trace: Trace, p: float = 1.0) -> Table:
+    return trace.mass(arguments(trace), p=p)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("gains", [(1e-3, 2e-3), (-0.4, 0.8), (50.0, -49.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_deep_graphs(
     gains: tuple[float, float], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = deep(150, *gains, dtype).mass("arguments")
+    wanted = masses(deep(150, *gains, dtype))
     imitate_gpu(monkeypatch)
-    found = deep(150, *gains, dtype).mass("arguments")
+    found = masses(deep(150, *gains, dtype))
     tolerance = 1e-5 if dtype is torch.float32 else 1e-12
     assert found.shares == pytest.approx(wanted.shares, rel=tolerance, abs=1e-30)
     assert found.about["mass"] == pytest.approx(wanted.about["mass"], rel=tolerance)
@@ -81,7 +86,7 @@ def test_deep_graphs(
 
 def test_growth_needs_no_second_run(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     only_deferred(monkeypatch)
-    table = deep(200, 50.0, -49.0).mass("arguments")
+    table = masses(deep(200, 50.0, -49.0))
     assert table.about["mass"] == float("inf")  # 2 · 99²⁰⁰ is no float
 
 
@@ -100,16 +105,6 @@ def test_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = trace.mass()
     assert found.shares == pytest.approx(wanted.shares, rel=1e-4, abs=1e-6, nan_ok=True)
     assert found.about["mass"] == pytest.approx(wanted.about["mass"], rel=1e-4)
-
-
-def test_spectrum(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = deep(12, 50.0, -49.0).spectrum("branches", p=2)
-    imitate_gpu(monkeypatch)
-    monkeypatch.setattr(rescaling, "DEFERRED_STEPS", 4)
-    trace = deep(12, 50.0, -49.0)
-    with Waits(6):
-        found = spectrum_of(trace, "branches", 2, None)
-    assert found.shares == pytest.approx(wanted.shares, rel=1e-12)
 
 
 # Range -------------------------------------------------------------------------------------------
@@ -247,12 +242,12 @@ def test_growth_within_a_few_steps(gpu: None, monkeypatch: pytest.MonkeyPatch) -
         first(self, semiring, often, parts)
 
     monkeypatch.setattr(DeferredRescaling, "__init__", init)
-    assert deep(6, 1.0, 2.0).mass("arguments").about["mass"] == 2 * (3**6 + 3)
-    table = deep(10, 4000.0, -6000.0).mass("arguments")
+    assert masses(deep(6, 1.0, 2.0)).about["mass"] == 2 * (3**6 + 3)
+    table = masses(deep(10, 4000.0, -6000.0))
     assert tried == [1, 1, 1, 2, 8]
     again = deep(10, 4000.0, -6000.0)
-    assert again.mass("arguments").shares == table.shares and tried[5:] == [8]
-    again.mass("arguments", p=0.25)
+    assert masses(again).shares == table.shares and tried[5:] == [8]
+    masses(again, p=0.25)
     assert tried[6:] == [1]
 
 

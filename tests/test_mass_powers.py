@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.errors import GradtraceError
 from gradtrace.measures import mass
+from gradtrace.paths.every_path import every_path
 from gradtrace.semirings.additive import LogAbs
 from gradtrace.traced import Trace
 
@@ -77,7 +77,7 @@ def test_paths_that_come_back(p: float) -> None:
     trace = traced(Cells(), words=2)
     found = trace.mass(["one", "two"], p=p)
     assert found.shares.keys() == {"one", "two"}
-    paths = trace.enumerate(limit=200_000)
+    paths = every_path(trace, limit=200_000)
     for name in ("one", "two"):
         mine = [path for path in paths if not path.name.startswith(name)]
         through = sum(abs(path.weight) ** p for path in mine if name in path.modules)
@@ -104,8 +104,3 @@ def test_a_semiring_of_logarithms() -> None:
     x = torch.tensor([[3.0, -inf, 1.0]], dtype=torch.float64)
     assert LogAbs().fold((x,), 1)[0].item() == pytest.approx(3.3219280948873623)  # log₂ 10
     assert LogAbs().fold((x[:, :0],), 1)[0].item() == -inf
-
-
-def test_a_spectrum_has_no_logarithms() -> None:
-    with pytest.raises(GradtraceError, match="p up to 16"):
-        traced(Rivals()).spectrum(p=20)
