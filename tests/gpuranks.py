@@ -19,7 +19,7 @@ from ranks import Batch, loader
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.training import unwrap
+from gradtrace.training.unwrap import apart
 
 
 def losses(net: nn.Module, batch: Batch) -> Tensor:
@@ -61,7 +61,7 @@ def sharded(device: str) -> Iterator[tuple[str, object]]:
         fully_shard(block, mesh=mesh)
     yield "fsdp", gt.influence(net, losses, loader()).to_dict()
     yield "fsdp is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
-    with unwrap.gathered(net), gt.watch(net) as watch:
+    with apart(net), gt.watch(net) as watch:
         traced = watch.trace(losses(net, next(iter(loader()))).sum()).influence()
     yield "fsdp gathered", traced.to_dict()
     losses(net, next(iter(loader()))).sum().backward()  # type: ignore[no-untyped-call]

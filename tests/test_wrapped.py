@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.training import unwrap
+from gradtrace.training.unwrap import apart
 
 dist = torch.distributed
 pytestmark = [
@@ -85,7 +85,7 @@ def monitored(model: nn.Module) -> object:
 
 
 def entered(model: nn.Module) -> object:
-    with unwrap.apart(model):
+    with apart(model):
         raise AssertionError("it should have been refused before")
 
 
