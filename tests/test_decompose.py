@@ -693,7 +693,7 @@ def data(count: int = 3) -> list[tuple[Tensor, Tensor]]:
 
 
 def losses_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def test_a_data_set_is_the_sum_of_its_batches() -> None:
@@ -703,9 +703,9 @@ def test_a_data_set_is_the_sum_of_its_batches() -> None:
         with gt.watch(model) as watch:
             loss = losses_of(model, batch)
         tables.append(watch.trace(loss).decompose(names))
-    found = gt.decompose(model, losses_of, data(), components=names)
+    found = gt.decompose(model, losses_of, data(), by=names)
     same(found, Table.total(tables))
-    assert found.about["losses"] == 12 and abs(sum(found.shares.values()) - 1) < 1e-9
+    assert found.about["losses"] == len(data()) and abs(sum(found.shares.values()) - 1) < 1e-9
     assert all(0 < error < 1 for error in found.errors.values())
 
 

@@ -28,7 +28,7 @@ from gradtrace.table import Table
 from gradtrace.tracing.counting import taking_part
 from gradtrace.training.state import seed_all, undisturbed
 from gradtrace.training.unwrap import apart
-from gradtrace.watch import watch
+from gradtrace.watching import watch
 
 T = TypeVar("T")
 LossFn = Callable[[Any, Any], Tensor]
