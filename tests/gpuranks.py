@@ -19,7 +19,7 @@ from ranks import Batch, loader
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.training import unwrap
+from gradtrace.training.unwrap import apart
 
 
 def losses(net: nn.Module, batch: Batch) -> Tensor:
@@ -28,22 +28,25 @@ def losses(net: nn.Module, batch: Batch) -> Tensor:
     return ranks.losses(net, (batch[0].to(device), batch[1].to(device)))
 
 
+def mean(net: nn.Module, batch: Batch) -> Tensor:
+    return losses(net, batch).mean()
+
+
 def table(device: str) -> dict[str, Any]:
     """What every rank is to find, wherever and with whomever it measures."""
-    return gt.influence(ranks.model().to(device), losses, loader()).to_dict()
+    return gt.influence(ranks.model().to(device), mean, loader()).to_dict()
 
 
 def same(device: str) -> Iterator[tuple[str, object]]:
     yield "backend", dist.get_backend()
     yield "group", table(device)
-    yield "alone", gt.influence(ranks.model().to(device), losses, loader(), group=False).to_dict()
 
 
 def wrappers(device: str) -> Iterator[tuple[str, object]]:
     """DistributedDataParallel and fully_shard, and that both go on as before."""
     net: Any = ranks.model().to(device)
     net = nn.parallel.DistributedDataParallel(net, [0] if device == "cuda" else None)
-    yield "ddp", gt.influence(net, losses, loader()).to_dict()
+    yield "ddp", gt.influence(net, mean, loader()).to_dict()
     with gt.watch(net) as watch:
         loss = losses(net, next(iter(loader()))).sum()
     yield "ddp watched", watch.trace(loss).influence().to_dict()
@@ -59,9 +62,9 @@ def sharded(device: str) -> Iterator[tuple[str, object]]:
     mesh, net = init_device_mesh(device, (dist.get_world_size(),)), ranks.model().to(device)
     for block in (net.left, net.right, net):
         fully_shard(block, mesh=mesh)
-    yield "fsdp", gt.influence(net, losses, loader()).to_dict()
+    yield "fsdp", gt.influence(net, mean, loader()).to_dict()
     yield "fsdp is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
-    with unwrap.gathered(net), gt.watch(net) as watch:
+    with apart(net), gt.watch(net) as watch:
         traced = watch.trace(losses(net, next(iter(loader()))).sum()).influence()
     yield "fsdp gathered", traced.to_dict()
     losses(net, next(iter(loader()))).sum().backward()  # type: ignore[no-untyped-call]

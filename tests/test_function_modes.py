@@ -157,7 +157,7 @@ def test_modes_are_back_after_an_error(kind: type[BaseException]) -> None:
             with pytest.raises((kind, gt.errors.GradtraceError)):
                 ask(loss_of(model, hidden))
             assert _get_current_function_mode_stack() == before
-        with pytest.raises(kind):
+        with pytest.raises((kind, gt.errors.GradtraceError)):
             gt.influence(model, lambda *_: raises(BATCHES[0]), BATCHES)
         assert _get_current_function_mode_stack() == before
         assert {outer, inner} < {*before}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.training import unwrap
+from gradtrace.training.unwrap import apart
 
 dist = torch.distributed
 pytestmark = [
@@ -66,7 +66,7 @@ def parted(model: nn.Sequential) -> nn.Sequential:
 
 
 def losses(model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().sum(1)
+    found: Tensor = model(x).square().sum()
     return found
 
 
@@ -81,11 +81,11 @@ def measured(model: nn.Module) -> object:
 
 def monitored(model: nn.Module) -> object:
     with gt.Monitor(model, every=1, budget=None) as monitor:
-        return monitor.step(losses(model, torch.ones(2, 3)).sum())
+        return monitor.step(losses(model, torch.ones(2, 3)))
 
 
 def entered(model: nn.Module) -> object:
-    with unwrap.apart(model):
+    with apart(model):
         raise AssertionError("it should have been refused before")
 
 
