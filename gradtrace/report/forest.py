@@ -11,7 +11,7 @@ import torch
 
 from gradtrace.report.encode import View, columns
 from gradtrace.report.program_rows import ProgramRows
-from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.traced import Trace
 
 Places = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -42,7 +42,7 @@ class PathPoints(NamedTuple):
     elements: dict[int, Places]
 
 
-def followed(traced: TracedProgram, elements: Mapping[int, Places]) -> PathPoints:
+def followed(traced: Trace, elements: Mapping[int, Places]) -> PathPoints:
     """The paths of some elements of leaves' values, by the rule of the trace.
 
     Nodes inside operators are dropped. The derivative of a point by the previous one is the product

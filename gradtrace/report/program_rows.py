@@ -19,7 +19,7 @@ from gradtrace.flow import Size
 from gradtrace.ir.program import Leaf
 from gradtrace.pytorch.wrapped_modules import named_parameters
 from gradtrace.report.encode import View, columns, floats
-from gradtrace.tracing.traced_program import TracedProgram
+from gradtrace.traced import Trace
 from gradtrace.types import Shape
 
 LEAF = "AccumulateGrad"
@@ -63,7 +63,7 @@ class ProgramRows:
     """
 
     def __init__(
-        self, traced: TracedProgram, size: Mapping[int, Size], shapes: Mapping[int, Shape]
+        self, traced: Trace, size: Mapping[int, Size], shapes: Mapping[int, Shape]
     ) -> None:
         self.traced, self.size, self.value_shapes = traced, size, shapes
         self.blocks, self.leaves = traced.program.blocks, list(traced.leaves.values())
