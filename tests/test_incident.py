@@ -162,10 +162,11 @@ def test_what_a_batch_may_hold(tmp_path: Path) -> None:
 
 def test_autocast_is_on_again(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    autocast = torch.autocast("cpu", torch.bfloat16)
-    with gt.Monitor(model, folder=tmp_path) as monitor, autocast, warnings.catch_warnings():
+    monitor = gt.Monitor(model, folder=tmp_path)
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         monitor.step(model(torch.full((1, 2), 1e38)).float().sum() * math.inf)
+    monitor.close()
     seen = []
     load_incident(monitor.incidents[0]).diagnose(
         model, lambda model, _: seen.append(x := model(torch.ones(1, 2))) or x.sum()
@@ -180,8 +181,8 @@ def run(folder: Path, scales: list[float], **how: Any) -> list[str]:
     """Steps whose gradients are multiplied: the names of the incidents."""
     model = nn.Linear(3, 1)
     how = {"passes": 1, "scale": 1.0, "grad": 1.0} | how
-    monitored = gt.Monitor(model, folder=folder, accumulate=how["passes"])
-    with monitored as monitor, warnings.catch_warnings():
+    monitor = gt.Monitor(model, folder=folder, accumulate=how["passes"])
+    with monitor, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for n, factor in enumerate(scales):
             out = model(torch.randn(4, 3))

@@ -14,20 +14,19 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import silenced
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.errors import GradtraceError, caution, listed, not_one_of, reason_of
 from gradtrace.kernels.sync import AsyncCopy
-from gradtrace.pytorch.wrapped_modules import is_tensor_parallel, sharded_modules
 from gradtrace.table import Table
 from gradtrace.training.forwards import Forwards
 from gradtrace.training.gradients import Gradients, Pass
 from gradtrace.training.history import RunLog
 from gradtrace.training.incident import beginning, made, unwrapped
 from gradtrace.training.measured import Asked, measured, silent
+from gradtrace.training.ranks import Ranks
 from gradtrace.training.state import undisturbed
 from gradtrace.training.writers import Writers
 from gradtrace.types import RULES
@@ -142,11 +141,9 @@ class Monitor:
         self.model, self.every, self.accumulate = model, every, accumulate
         self.incidents = list[Path]()
         self._most, self._share, self._page = most, cost, report
-        self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        sharded = bool(sharded_modules(model))
-        _check_ranks(model, sharded, every, folder)
-        self._traces_here = sharded or not self._rank
-        first = not self._rank
+        self._ranks = Ranks(model, every, folder is not None)
+        first = not self._ranks.rank
+        self._traces_here = first or self._ranks.sharded
         name = type(unwrapped(model)).__name__
         self._log = RunLog(file if first else None, {"model": name, "every": every, "rule": rule})
         self._writers = Writers(writers if first else ())
@@ -240,6 +237,8 @@ class Monitor:
             seconds = max(0.0, now - self._ticked - self._own)
             self._recent.append(seconds)
             self._log.time(self._at - 1, seconds)
+            if len(self._recent) == 1:
+                self._ranks.tell()
         self._ticked, self._own = now, 0.0
 
     def _decide(self) -> None:
@@ -329,7 +328,7 @@ class Monitor:
         try:
             own = self._gradients.parameters if self._gradients is not None else None
             found = made(self.model, step, why, words, module, batch, began, own or {})
-            rank = f"-rank{self._rank}" if self._rank else ""
+            rank = f"-rank{self._ranks.rank}" if self._ranks.rank else ""
             path = self._folder / f"step{step}{rank}.pt"
             found.save(path)
             self.incidents.append(path)
@@ -383,14 +382,17 @@ class Monitor:
         with suppress(Exception):
             if self._gradients is not None:
                 self._gradients.read()
+            if note := self._ranks.note():
+                self._tell(note)
+                self._log.add({"note": note})
         self._end()
         self._log.add({"end": self._at, "note": f"ended by {error}" if error else ""})
-        if self._page is not None and not self._rank:
+        if self._page is not None and not self._ranks.rank:
             try:
                 self.report(self._page)
             except Exception as failure:
                 caution(f"the page was not written: {reason_of(failure)}")
-        if not self._rank:
+        if not self._ranks.rank:
             places = {"page": self._page, "file": self._log.path}
             where = [f"{what}: {os.fspath(at)}" for what, at in places.items() if at]
             print("; ".join([f"gradtrace: {self.cost}", *where]), file=sys.stderr)
@@ -428,13 +430,3 @@ def _check(model: Any, rule: str, cost: float, spike: float, **counts: int | Non
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or count is True or count < 1):
             raise GradtraceError(f"{name} is a whole number from 1 on, not {count!r}")
-
-
-def _check_ranks(model: nn.Module, sharded: bool, every: int | None, folder: File) -> None:
-    if is_tensor_parallel(model):
-        raise GradtraceError("a tensor-parallel model cannot be traced: its ranks share each loss")
-    if sharded and (every is None or folder is not None):
-        raise GradtraceError(
-            "the ranks of a sharded model are traced together: give every= a number, and leave "
-            "folder out"
-        )
