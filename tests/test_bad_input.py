@@ -504,7 +504,7 @@ def test_components_are_read_once() -> None:
     found = gt.influence(model, lambda m, x: m(x), data, **ask)  # type: ignore[arg-type]
     assert found.pairs == 2 and found.names == ("a",)
     ask = {"components": iter(["a"])}
-    with gt.Monitor(model, every=1, budget=None, **ask) as monitor:  # type: ignore[arg-type]
+    with gt.Monitor(model, every=1, **ask) as monitor:  # type: ignore[arg-type]
         for x in data:
             monitor.step(model(x))
     assert [table.names for table in monitor.history.influences] == [("a",), ("a",)]

@@ -80,7 +80,7 @@ def measured(model: nn.Module) -> object:
 
 
 def monitored(model: nn.Module) -> object:
-    with gt.Monitor(model, every=1, budget=None) as monitor:
+    with gt.Monitor(model, every=1) as monitor:
         return monitor.step(losses(model, torch.ones(2, 3)))
 
 
