@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import programs
+
 from math import prod
 
 import torch
@@ -16,7 +18,7 @@ from gradtrace.types import Shape
 
 def scalar_edges(loss: Tensor) -> int:
     """How many pairs of scalars operators connect, without building the pairs."""
-    program = gradtrace.program(loss)
+    program = programs.program(loss)
     device = program.seed.device
     return sum(block_edges(block, program.maps, device) for block in program.blocks)
 

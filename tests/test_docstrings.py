@@ -92,10 +92,10 @@ def test_what_users_call_is_among_them() -> None:
     methods = {
         f"gradtrace.watch.{name}" for name in ("trace", "diagnose", "conflicts", "attribute")
     }
-    measures = ("path", "paths", "influence", "choices", "decompose", "mass", "agreement", "report")
+    measures = ("path", "paths", "influence", "decompose", "mass", "coverage", "norms", "report")
     methods |= {f"gradtrace.traced.Trace.{name}" for name in measures}
     listed = {name for page in PAGES for name, _ in described(page)}
-    assert {f"gradtrace.{name}" for name in made - {"SUM"}} | methods <= listed
+    assert {f"gradtrace.{name}" for name in made} | methods <= listed
 
 
 def bad(first: int, second: int = 0) -> int:  # noqa: D417

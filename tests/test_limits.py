@@ -248,13 +248,12 @@ def test_memory_that_runs_out_anywhere_is_told(error: Exception, monkeypatch: An
     def full(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["gradtrace.traced"], "flow_of", full)
+    monkeypatch.setattr(sys.modules["gradtrace.traced"], "norms_of", full)
     monkeypatch.setattr(PathFollower, "follow", full)
     monkeypatch.setattr(interpreter, "run", full)
     for ask in (
         trace.norms,
         lambda: trace.path("x", 0),
-        trace.enumerate,
         lambda: gt.backward((x * x).sum(), gt.semirings.MAX),
     ):
         with pytest.raises(TooLarge, match=r"memory ran out.*; trace fewer samples"):
@@ -289,7 +288,7 @@ def test_what_is_free_is_asked_once(asked: list[int]) -> None:
         assert len(asked) == 1
 
 
-def test_recording_and_flow_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_and_norms_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
     with gt.watch(model) as watch:
         loss = model(torch.randn(5000, 32)).square().mean()
@@ -302,7 +301,7 @@ def test_recording_and_flow_are_estimated(monkeypatch: pytest.MonkeyPatch) -> No
     ):
         with pytest.raises(TooLarge, match=r"recording the backward pass takes about .* MiB, and"):
             ask()
-    with pytest.raises(TooLarge, match="measuring flow takes about"):
+    with pytest.raises(TooLarge, match="measuring norms takes about"):
         trace.norms()
     assert gt.backward(loss)  # holds no more than loss.backward() does
 
