@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gradtrace.autodiff.loss_checks import isolated
 from gradtrace.errors import GradtraceError
-from gradtrace.paths.every_path import every_path
 from gradtrace.paths.paths import Paths
 from gradtrace.semirings import Semiring, Value
+from gradtrace.tracing.every_path import every_path
 
 SIMPLE = (1.0, 2.0, 0.0, -1.0, -2.0, 3.0, 0.5)
 """Derivatives tried first, in this order, so that counterexamples are simple."""

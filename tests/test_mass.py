@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, NonFinite, UnknownName
 from gradtrace.ir import interpreter
-from gradtrace.paths.every_path import every_path
 from gradtrace.semirings import Abs
 from gradtrace.table import Table
 from gradtrace.traced import Trace
+from gradtrace.tracing.every_path import every_path
 
 GRAPHS, EACH = few(120, 2000), 40
 POWERS = (1.0, 2.0, 8.0)

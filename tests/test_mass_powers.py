@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.measures import mass
-from gradtrace.paths.every_path import every_path
 from gradtrace.semirings.additive import LogAbs
 from gradtrace.traced import Trace
+from gradtrace.tracing.every_path import every_path
 
 
 class Rivals(nn.Module):

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, TooLarge, UnknownName
-from gradtrace.paths.every_path import every_path
 from gradtrace.semirings import COUNT, MAX, TopK
+from gradtrace.tracing.every_path import every_path
 
 RULES = ("greedy", "edge", "viterbi")
 

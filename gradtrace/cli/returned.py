@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +39,7 @@ def watched(
     that is asked is what is wrong with it.
     """
     from gradtrace.cli.discovery import Discovery
+    from gradtrace.training.gradcheck import takes_model
     from gradtrace.watching import watch
 
     with Discovery(diagnose=diagnose) as discovery:
@@ -96,20 +96,6 @@ def model_loss_fn_loader(made: Any, name: str) -> tuple[Any, Any, Any]:
             "return DataLoader(data, batch_size=...)"
         )
     return models[0], functions[0], loader
-
-
-def takes_model(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function takes the model as its argument.
-
-    >>> takes_model(lambda model: 0), takes_model(lambda: 0)
-    (True, False)
-    """
-    try:
-        signature = inspect.signature(loss_fn)
-    except (TypeError, ValueError):  # written in C
-        return True
-    needed = [p for p in signature.parameters.values() if p.default is p.empty]
-    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in needed)
 
 
 def _without_optimizers(returned: Any) -> tuple[list[Optimizer], Any]:
