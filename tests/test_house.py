@@ -102,12 +102,22 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 those on floors below it, also inside functions.
 """
 
-DOORS = {
-    "report": set[str](),
-    "training": set[str](),
-    "cli": set[str](),
+DOORS: dict[str, set[str]] = {
+    "report": {
+        *("autodiff.graph", "autodiff.names", "flow", "ir.program", "paths.paths"),
+        "pytorch.wrapped_modules",
+    },
+    "training": {
+        *("autodiff", "autodiff.hooks", "autodiff.nodes", "autodiff.saved_hooks"),
+        *("components.components", "components.module_parts", "diagnosis.result", "kernels.sync"),
+        *("pytorch.global_switches", "pytorch.wrapped_modules", "tracing.counting"),
+    },
+    "cli": {
+        *("autodiff", "autodiff.names", "diagnosis", "kernels", "pytorch.global_switches"),
+        *("pytorch.module_calls", "pytorch.wrapped_modules"),
+    },
 }
-"""The rooms of the engine that the product's rooms still import: what the new one will offer."""
+"""The modules of the engine that the product's rooms import: what the new engine will offer."""
 
 
 @cache
@@ -146,6 +156,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield whole if whole in MODULES else node.module or ""
 
 
+def needed(tree: ast.AST) -> set[str]:
+    """The modules that a file imports from, by their full names."""
+    froms = (n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom))
+    return {node.module or "" for node in froms}
+
+
 def named(path: Path) -> str:
     """A module as it is imported."""
     parts = path.relative_to(TOP).with_suffix("").parts
@@ -181,8 +197,9 @@ def test_imports_point_down() -> None:
 
 @pytest.mark.parametrize("here", DOORS)
 def test_the_product_enters_the_engine_by_few_doors(here: str) -> None:
-    found = set().union(*(rooms_of(tree) for path, tree in trees().items() if room(path) == here))
-    assert found & set(OLD_ENGINE) == DOORS[here]
+    found = {name for path, tree in trees().items() if room(path) == here for name in needed(tree)}
+    inside = {name.removeprefix("gradtrace.") for name in found if name.startswith("gradtrace.")}
+    assert {name for name in inside if name.split(".")[0] in OLD_ENGINE} == DOORS[here]
 
 
 def test_there_is_no_circle_of_files() -> None:

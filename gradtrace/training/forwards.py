@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import gradtrace as gt
 from gradtrace.training.incident import beginning, unwrapped
 from gradtrace.training.state import State
+from gradtrace.watching import watch
 
 
 class Forwards:
@@ -87,7 +87,7 @@ class Forwards:
         self._close()
         if self._watch is None:
             fused = all(each.device.type == "cpu" for each in self.model.parameters())
-            self._watch = gt.watch(self.model, composed=not fused, diagnose=False)
+            self._watch = watch(self.model, composed=not fused, diagnose=False)
         self._entered.enter_context(self._watch)
         self.seconds += perf_counter() - begun
 

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-import gradtrace as gt
 from gradtrace.diagnosis.result import Diagnosis, Finding
 from gradtrace.errors import BadFile, GradtraceError, did_you_mean, printable
 from gradtrace.files import naming, replacing
 from gradtrace.training.state import State, set_state, state_of, undisturbed
+from gradtrace.watching import watch
 
 LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
 """Computes the loss of a batch: ``loss_fn(model, batch)``."""
@@ -100,7 +100,7 @@ class Incident:
             for kind, dtype in self.began["autocast"].items():
                 stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
             stack.enter_context(torch.enable_grad())
-            with gt.watch(model, diagnose=True, composed=device.type != "cpu") as watch:
+            with watch(model, diagnose=True, composed=device.type != "cpu") as watch:
                 loss = loss_fn(model, _moved(self.batch, device))
             found: Diagnosis = watch.diagnose(loss)
         seen = tuple(Finding(**each) for each in self.findings)
