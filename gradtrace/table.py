@@ -147,7 +147,7 @@ class Table:
         wrong = next((row for row in values if len(row) != len(places)), None)
         if wrong is not None:
             raise ValueError(f"a row has {len(wrong)} values for {len(places)} columns: {wrong!r}")
-        rows = tuple(Row(places, tuple(map(_plain_number, row))) for row in values)
+        rows = tuple([Row(places, _plain(row)) for row in values])
         object.__setattr__(self, "rows", rows)
 
     # Rows and columns -----------------------------------------------------------------------------
@@ -519,6 +519,13 @@ def _error(column: Column, rows: Sequence[Row], found: Mapping[str, Any], tables
 
 
 # Values ------------------------------------------------------------------------------------------
+
+
+PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
+def _plain(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    return row if PLAIN.issuperset(map(type, row)) else tuple(map(_plain_number, row))
 
 
 def _plain_number(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from gradtrace.autodiff.names import enclosing
 from gradtrace.errors import listed
 from gradtrace.kernels.operands import GroupSums
-from gradtrace.table import Column, Row, Table
+from gradtrace.table import Column, Table
 from gradtrace.tracing.moments import NOTHING, KnownVariance, Moments
 
 NONFINITE = "some gradients are NaN or infinite; their paths count, but have no weight"
@@ -94,14 +94,16 @@ def table_of(found: Counted, about: Mapping[str, Any], notes: Sequence[str] = ()
     rows = [_values(row, found.losses, errors) for row in found.rows]
     series = any(row.alternative is False for row in found.rows)
     words = [SERIES_NOTE] if series else []
-    none = [r.name for r in found.rows if not (r.count.e or r.unreached or r.own)]
+    none = [row[0] for row in rows if not row[2] and not any(row[-5:-3])]
     words += [f"no path from a leaf can pass {listed(none)}"] if none else []
-    shares = {row.name: row.count.share for row in found.rows if row.count.e}
+    shares = {row[0]: row[3] for row in rows if row[2]}
     words += [INSIDE_NOTE] if _some_larger_inside(shares) else []
     about = {**about, "losses": found.losses}
     every = (*words, *found.notes, *notes)
-    table = Table(f"Influence ({about['rule']})", _columns(errors, series), (), every, about)
-    return by_information(replace(table, rows=tuple(rows)))  # type: ignore[arg-type]
+    if about["by"] != "forks":
+        rows.sort(key=_rank)
+    title, columns = f"Influence ({about['rule']})", _columns(errors, series)
+    return Table(title, columns, tuple(rows), every, about)  # type: ignore[arg-type]
 
 
 def by_information(table: Table) -> Table:
@@ -111,12 +113,14 @@ def by_information(table: Table) -> Table:
     """
     if table.about["by"] == "forks":
         return table
-    return replace(table, rows=tuple(sorted(table.rows, key=_rank)))
+    return replace(table, rows=tuple(sorted(table.rows, key=lambda row: _rank(row.values))))
 
 
-def _rank(row: Row) -> tuple[bool, bool, float]:
-    plain = row["own"] == 0 and row["eligible"] > 0  # a dropout, a ReLU
-    return row["choice"] == SERIES, plain, -information(row["share"], row["eligible"])
+def _rank(values: Sequence[Any]) -> tuple[bool, bool, float]:
+    """Where a row of these values comes; the last are own, choice and the two sums."""
+    _, _, eligible, share, *_, own, choice, _, _ = values
+    plain = own == 0 and eligible > 0  # a dropout, a ReLU
+    return choice == SERIES, plain, -information(share, eligible)
 
 
 def information(share: float, eligible: int) -> float:
@@ -149,17 +153,15 @@ def _columns(errors: bool, series: bool) -> tuple[Column, ...]:
 
 def _values(row: Count, losses: int, errors: bool) -> tuple[Any, ...]:
     """One row of the table."""
-    shares = list[float]()
-    for each in (row.count, row.gradient):
-        shares.append(each.share)
-        if errors:
-            shares.append(each.error(losses) if each.e else nan)
-    through, eligible = row.count.sums
-    return (
-        *(row.name, int(through), int(eligible), *shares, row.unreached, row.own),
-        SERIES if row.alternative is False else "",
-        *row.gradient.sums,
-    )
+    count, gradient = row.count, row.gradient
+    through, eligible = count.sums
+    shares: list[float] = [count.share, gradient.share]
+    if errors:
+        each = [x.error(losses) if x.e else nan for x in (count, gradient)]
+        shares = [count.share, each[0], gradient.share, each[1]]
+    choice = SERIES if row.alternative is False else ""
+    first = row.name, int(through), int(eligible)
+    return (*first, *shares, row.unreached, row.own, choice, *gradient.sums)
 
 
 def _some_larger_inside(shares: Mapping[str, float]) -> bool:

@@ -207,6 +207,8 @@ class Moments:
         """``Σt / Σe``."""
         if self._parts is None and len(self._pairs[0]) == 1:
             (t,), (e,) = self._pairs  # division rounds as the exact quotient does
+            if not t and e < 1e200:
+                return 0.0 if e else nan
             if isinstance(t, int) and isinstance(e, int):
                 return t / e if e else nan
             if 1e-200 < e < 1e200 and 1e-100 * e < t <= e:
