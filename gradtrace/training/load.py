@@ -9,7 +9,7 @@ from typing import Any
 
 from gradtrace.errors import BadFile
 from gradtrace.files import read_json
-from gradtrace.report.saving import load as load_trace
+from gradtrace.report.saving import load_trace
 from gradtrace.table import Table
 from gradtrace.training.history import read
 from gradtrace.training.incident import load_incident
