@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import programs
-
 from math import prod
 
+import programs
 import torch
 from torch import Tensor
 
-import gradtrace
 from gradtrace.ir.program import HOOKS, Block, MapTable
 from gradtrace.linops import Identity, Index
 from gradtrace.linops.base import Count
