@@ -334,7 +334,7 @@ class Trace(TracedProgram):
         name: str | None = None,
         sample: int = 1000,
         seed: int = 0,
-        training: tuple[Table, Table] | None = None,
+        training: Table | tuple[Table, Table] | None = None,
         attribution: object = None,
     ) -> None:
         """Write the trace as one self-contained HTML file; it needs no network and no other file.
@@ -347,8 +347,8 @@ class Trace(TracedProgram):
             name: Title of the page.
             sample: How many random elements the top paths are taken from.
             seed: Draws the same elements for the same number, on every device.
-            training: The tables of a run, which is then shown, too: ``gradtrace.load("run.jsonl")``
-                or ``(monitor.history, monitor.times)``.
+            training: A run to show, too: ``gradtrace.load("run.jsonl")``, or both its tables,
+                ``(monitor.history, monitor.times)``.
             attribution: Graph to show in a tab of its own: ``watch.attribute(...).graph()``.
 
         >>> import torch, gradtrace as gt

@@ -161,13 +161,6 @@ def test_operators_know_their_module_and_its_call(tied: Graph) -> None:
     assert ("SumBackward0", "", 0) in where
 
 
-def test_the_same_graph_without_watching_has_no_modules() -> None:
-    model = nn.Linear(2, 2)
-    graph = gradtrace.graph(model(torch.ones(1, 2)).sum(), names=dict(model.named_parameters()))
-    assert {operator.module for operator in graph} == {""}
-    assert set(graph.leaves) == {"weight", "bias"}
-
-
 def test_inputs_that_need_gradient_are_leaves(tied: Graph) -> None:
     model, x = nn.Linear(2, 2), leaf(1, 2)
     with gradtrace.watch(model) as watch:
@@ -211,13 +204,6 @@ def test_networkx_leaves_out_arguments_without_gradient(product_graph: Graph) ->
     found = product_graph.to_networkx()
     assert (found.number_of_nodes(), found.number_of_edges()) == (3, 2)
     assert list(found.edges(keys=True)) == [(0, 1, 0), (1, 2, 1)]
-
-
-def test_networkx_of_a_model(tied: Graph) -> None:
-    found = tied.to_networkx()
-    assert found.number_of_nodes() == len(tied)
-    assert found.number_of_edges() == sum(e.producer is not None for e in tied.edges)
-    assert {d["module"] for _, d in found.nodes(data=True)} == {o.module for o in tied}
 
 
 def test_repr_counts(product_graph: Graph) -> None:

@@ -87,9 +87,9 @@ def test_hostile_module_names_are_text(tmp_path: Path) -> None:
         for name in names:
             x = model._modules[name](x)  # type: ignore[misc]
         loss = x.sum()
-    watch.trace(loss).save(tmp_path / "x")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x"]
-    found = gt.load(tmp_path / "x")
+    watch.trace(loss).save(tmp_path / "x.gradtrace")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.gradtrace"]
+    found = gt.load(tmp_path / "x.gradtrace")
     assert f"{names[0]}.weight" in found.gradients
     assert "<b>" not in found.influence()._repr_html_()
     assert set(names) <= found.influence().shares.keys()

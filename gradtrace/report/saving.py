@@ -25,7 +25,7 @@ from gradtrace.report.attribution import attribution as of_attribution
 from gradtrace.report.building import without_paths
 from gradtrace.report.encode import View
 from gradtrace.report.page import framed, report, write
-from gradtrace.report.training import parts
+from gradtrace.report.training import Run, parts
 from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
@@ -77,7 +77,7 @@ class Saved:
         path: str | os.PathLike[str],
         *,
         name: str | None = None,
-        training: tuple[Table, Table] | None = None,
+        training: Run | None = None,
         attribution: Graph | None = None,
     ) -> None:
         """Write one HTML file that shows the trace in a browser; see ``Trace.report``. Its top
@@ -86,7 +86,7 @@ class Saved:
         Args:
             path: File to write.
             name: Title of the page.
-            training: The tables of a run, which is then shown, too.
+            training: The tables of a run, which is then shown, too; see ``Trace.report``.
             attribution: Graph to show in a tab of its own: ``watch.attribute(...).graph()``.
         """
         write_page(path, self._view, name, training, attribution)
@@ -100,7 +100,7 @@ def write_page(
     path: str | os.PathLike[str],
     view: View,
     name: str | None,
-    training: tuple[Table, Table] | None,
+    training: Run | None,
     attribution: Graph | None,
 ) -> None:
     """Write the report of a trace, and of a run and of an attribution graph, if given."""
@@ -201,7 +201,3 @@ def _contents(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, T
 
 def _bad(path: str | os.PathLike[str], what: str, advice: str) -> GradtraceError:
     return BadFile(f"{os.fspath(path)!r} {what}: {advice}")
-
-
-load = load_trace
-"""What ``gradtrace.load`` is."""

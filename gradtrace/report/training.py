@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from math import nan
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -13,20 +13,26 @@ from gradtrace.report.encode import Column, View, floats, ints
 from gradtrace.report.page import report, write
 from gradtrace.table import Table
 
+Run: TypeAlias = Table | tuple[Table, Table]
+"""The traced steps of a run, and the times of its steps."""
+
 MAX_SHARES, MAX_TIMES = 100_000, 5_000
 """The most shares and step times of a run in a page; of more it has some, evenly spaced."""
 
 
-def parts(run: Any) -> dict[str, View | None]:
-    """The parts of a report that show a run: the tables of its traced steps and of its times."""
-    if run is None:
-        return {"training": None, "timing": None}
-    if not (isinstance(run, tuple) and len(run) == 2):
+def parts(run: Run | None) -> dict[str, View | None]:
+    """The parts of a report that show a run: its traced steps, and its times if they are given."""
+    tables = run if isinstance(run, tuple) else () if run is None else (run,)
+    if not all(isinstance(table, Table) for table in tables):
         raise GradtraceError(
-            f"training={run!r} is no run; give its two tables: (monitor.history, monitor.times), "
-            "or gt.load('run.jsonl')"
+            f"training={run!r} is no run; give gt.load('run.jsonl'), or the two tables "
+            "(monitor.history, monitor.times)"
         )
-    return {"training": training(run[0]), "timing": timing(run[1])}
+    history, times = (*tables, None, None)[:2]
+    return {
+        "training": None if history is None else training(history),
+        "timing": None if times is None else timing(times),
+    }
 
 
 def training(history: Table) -> View | None:

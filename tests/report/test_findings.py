@@ -128,7 +128,7 @@ def test_a_diagnosis_that_fails_does_not_stop_a_trace(monkeypatch: pytest.Monkey
     def fail(*_: object) -> None:
         raise GradtraceError("a step that cannot be measured")
 
-    monkeypatch.setattr(sys.modules["gradtrace.watch"], "diagnosed", fail)
+    monkeypatch.setattr(sys.modules["gradtrace.watching"], "diagnosed", fail)
     found = view()["diagnosis"]["findings"]
     assert "cannot be measured" in found[0]["evidence"]
 

@@ -102,13 +102,6 @@ def test_a_title_is_cut(tmp_path: Path) -> None:
     assert page.filled(FRAME, "x" * 500, "").count("x") == page.TITLE_MAX_CHARS - 1
 
 
-@pytest.mark.parametrize("name", ["</script>.html", "a b'\".html", "🙂.html"])
-def test_names_of_files(tmp_path: Path, name: str) -> None:
-    file = tmp_path / name.replace("/", "∕")
-    trace().report(file)
-    assert read(file)["title"] == "Module"
-
-
 def test_a_template_that_is_missing_or_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(page.resources, "files", lambda _: Path("/nowhere"))
@@ -169,11 +162,6 @@ def test_a_full_disk_leaves_what_was_there(
     assert file.read_text() == "before" and [*tmp_path.iterdir()] == [file]
 
 
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(BadFile, match="choose a folder that you may write to"):
-        trace().report(tmp_path / "no" / "x.html")
-
-
 # What else a page has ----------------------------------------------------------------------------
 
 
@@ -216,7 +204,7 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
         made.report(file, name=[1])  # type: ignore[arg-type]
     with pytest.raises(GradtraceError, match="from 1 on"):
         made.report(file, sample=0)
-    with pytest.raises(GradtraceError, match=r"give its two tables.*gt\.load"):
+    with pytest.raises(GradtraceError, match=r"give gt\.load.*two tables"):
         made.report(file, training="run.jsonl")  # type: ignore[arg-type]
     assert not file.exists()
 
