@@ -100,9 +100,9 @@ class Incident:
             for kind, dtype in self.began["autocast"].items():
                 stack.enter_context(torch.autocast(kind, getattr(torch, dtype)))
             stack.enter_context(torch.enable_grad())
-            with watch(model, diagnose=True, composed=device.type != "cpu") as watch:
+            with watch(model, diagnose=True, composed=device.type != "cpu") as watched:
                 loss = loss_fn(model, _moved(self.batch, device))
-            found: Diagnosis = watch.diagnose(loss)
+            found: Diagnosis = watched.diagnose(loss)
         seen = tuple(Finding(**each) for each in self.findings)
         return found if found.nonfinite else replace(found, findings=(*seen, *found.findings))
 
