@@ -10,7 +10,7 @@ import torch
 from stage import Loss, show, traced, trained
 from torch import Tensor, nn
 
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
 WORDS, LENGTH, MASK = 12, 8, 1
@@ -56,7 +56,7 @@ def ways(trace: Trace, table: str) -> list[float]:
     return [through.get(f"bert.encoder.layer.0.attention.self.{part}", 0.0) for part in PARTS]
 
 
-def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable], str]:
+def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """The ways of both embeddings, now and at two other moments."""
     moments = {"at first": run(EARLY), "meanwhile": (model, loss_fn), "after": run(LATE)}
     rows, looking = [], {}
@@ -65,10 +65,10 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable]
         for name, table in TABLES.items():
             rows.append((moment, float(score(other).detach()), name, *ways(seen, table)))
         looking[moment] = rows[-1][3] + rows[-1][4]
-    columns = (TextColumn("when"), TextColumn("loss", "number"), TextColumn("embeddings"))
-    shares = tuple(TextColumn(part, "share") for part in PARTS)
+    columns = (Column("when"), Column("loss", "number"), Column("embeddings"))
+    shares = tuple(Column(part, "share") for part in PARTS)
     told = ", ".join(f"{moment} {share:.0%}" for moment, share in looking.items())
-    return [TextTable("Paths through attention", (*columns, *shares), tuple(rows))], (
+    return [Table("Paths through attention", (*columns, *shares), tuple(rows))], (
         f"The part of the position embeddings' paths that runs through queries and keys: {told}."
     )
 

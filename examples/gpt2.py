@@ -11,7 +11,7 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
 WORDS, WIDTH, HEADS, LAYERS, HALF = 16, 32, 4, 2, 8
@@ -48,7 +48,7 @@ def run(steps: str = "200") -> tuple[nn.Module, Loss]:
     return model, lambda model: score(model, fixed)
 
 
-def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable], str]:
+def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """Each head's influence, beside the loss without it."""
     shares = trace.influence("labels", "gradient").shares
     without = {}
@@ -56,16 +56,16 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable]
         with torch.no_grad(), gt.ablate(model, f"label:{head}"):
             without[head] = float(loss_fn(model))
     columns = (
-        TextColumn("head"),
-        TextColumn("influence", "share"),
-        TextColumn("loss without it", "number"),
+        Column("head"),
+        Column("influence", "share"),
+        Column("loss without it", "number"),
     )
     rows = tuple((head, shares[head], without[head]) for head in sorted(shares))
     with torch.no_grad():
         title = f"Loss with all heads: {float(loss_fn(model)):.3g}"
     most, needed = max(shares, key=shares.__getitem__), max(without, key=without.__getitem__)
     first = trace.paths(POSITIONS, sample=400).modules.get("transformer.h.0.attn", 0.0)
-    return [TextTable(title, columns, rows)], (
+    return [Table(title, columns, rows)], (
         f"{first:.0%} of the position embeddings' paths run through the first layer's attention; "
         f"most gradient ({shares[most]:.0%}) comes through {most}, and the loss rises most "
         f"without {needed} (to {without[needed]:.3g})."

@@ -11,8 +11,8 @@ import torch
 from stage import Loss, show, trained
 from torch import Tensor, nn
 
-from gradtrace.io.table import TextColumn, TextTable
 from gradtrace.paths.paths import Path
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
 KEYS, NOISE, STEPS, WIDTH = 4, 4, 8, 16
@@ -63,16 +63,16 @@ def returns(path: Path) -> int:
     return sum(op in ("AddmmBackward0", "MmBackward0") for op in path.operators) - 2
 
 
-def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable], str]:
+def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """The ways of the keys' embeddings."""
     size = KEYS * WIDTH
     paths = [p for p in trace.paths("embed.weight", sample=2 * size) if p.index[0] < KEYS]
     gates = Counter(map(entry, paths))
     straight = sum(returns(path) == 0 for path in paths) / len(paths)
     rows = tuple((gate, gates[gate], gates[gate] / len(paths)) for gate in GATES)
-    columns = TextColumn("gate"), TextColumn("paths", "count"), TextColumn("share", "share")
+    columns = Column("gate"), Column("paths", "count"), Column("share", "share")
     most = max(GATES, key=gates.__getitem__)
-    return [TextTable("How the key's paths come into the cell", columns, rows)], (
+    return [Table("How the key's paths come into the cell", columns, rows)], (
         f"{len(paths)} of the keys' {size} elements have a path, {STEPS} steps back; "
         f"{straight:.0%} of them stay on the cell state all the way, and most "
         f"({gates[most] / len(paths):.0%}) came into it by the {most} gate."

@@ -9,7 +9,7 @@ import torch
 from stage import Loss, show, trained
 from torch import Tensor, nn
 
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 from gradtrace.tracing.influence import Influence
 
@@ -47,7 +47,7 @@ def argument(found: Influence, place: str) -> float:
     return next(row.gradient.share for row in found if row.name.startswith(f"{place} "))
 
 
-def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable], str]:
+def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """The sums of each layer. In a mixer the last is that of scan and skip; before it come those
     of the state, one a step, from the last step to the first.
     """
@@ -59,10 +59,10 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable]
         rows.append((f"layer {layer}", *(argument(sums, place) for place in places)))
         for step in range(LENGTH):
             entries[layer, step] = argument(sums, f"{mixer}{LENGTH - step}[1]")
-    columns = [TextColumn(name, "share") for name in ("mixer", "around it", "state", "D skip")]
+    columns = [Column(name, "share") for name in ("mixer", "around it", "state", "D skip")]
     best = max(rows, key=lambda row: row[3])
     layer, step = max(entries, key=entries.__getitem__)
-    return [TextTable("Influence by |gradient|", (TextColumn("layer"), *columns), tuple(rows))], (
+    return [Table("Influence by |gradient|", (Column("layer"), *columns), tuple(rows))], (
         f"In {best[0]} {best[3]:.0%} of the gradient comes through the state and {best[4]:.0%} "
         f"through the skip beside it; {entries[layer, step]:.0%} entered the state of layer "
         f"{layer} at step {step} and was carried on from there."

@@ -10,7 +10,7 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
 PIXELS, BLOCKS = 16, 4
@@ -47,7 +47,7 @@ def run(steps: str = "60") -> tuple[nn.Module, Loss]:
     return model, lambda model: score(model, images, kinds)
 
 
-def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable], str]:
+def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """Of the paths that come to a block, the share that takes its shortcut."""
     sums = {row.name: row for row in trace.influence("arguments")}
     rows = []
@@ -57,15 +57,15 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable]
         with torch.no_grad(), gt.ablate(model, f"{name}.layer"):
             rows.append((f"block {block}", skip.count.share, float(loss_fn(model))))
     columns = (
-        TextColumn("block"),
-        TextColumn("by the shortcut", "share"),
-        TextColumn("loss without", "number"),
+        Column("block"),
+        Column("by the shortcut", "share"),
+        Column("loss without", "number"),
     )
     with torch.no_grad():
         title = f"Loss with all convolutions: {float(loss_fn(model)):.3g}"
     often, least = max(rows, key=lambda row: row[1]), min(rows, key=lambda row: row[1])
     needed = max(rows, key=lambda row: row[2])
-    return [TextTable(title, columns, tuple(rows))], (
+    return [Table(title, columns, tuple(rows))], (
         f"The shortcut is taken by {often[1]:.0%} of the paths at {often[0]} and by {least[1]:.0%} "
         f"at {least[0]}; without its convolutions, {needed[0]} is missed most (loss "
         f"{needed[2]:.3g})."

@@ -9,7 +9,7 @@ from stage import Loss, show, trained
 from torch import Tensor, nn
 
 import gradtrace as gt
-from gradtrace.io.table import TextColumn, TextTable
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 
 SIDE, PATCH, PLACE = 4, 5, 6
@@ -52,15 +52,15 @@ def run(steps: str = "150") -> tuple[nn.Module, Loss]:
     return model, lambda model: score(model, images, kinds)
 
 
-def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[TextTable], str]:
+def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """The patches, as they lie in the image."""
     shares = trace.influence("labels", "gradient").shares
-    columns = (TextColumn("row"), *(TextColumn(f"column {n}", "share") for n in range(SIDE)))
+    columns = (Column("row"), *(Column(f"column {n}", "share") for n in range(SIDE)))
     each = [shares[f"patch {n}"] for n in range(SIDE**2)]
     rows = tuple((f"{n}", *each[n * SIDE : (n + 1) * SIDE]) for n in range(SIDE))
     most = max(range(SIDE**2), key=each.__getitem__)
     title = f"Patches of the embedding's paths, by |gradient|; the shape is in patch {PLACE}"
-    return [TextTable(title, columns, rows)], (
+    return [Table(title, columns, rows)], (
         f"{each[PLACE]:.0%} of the patch embedding's gradient comes through patch {PLACE}, where "
         f"the shape is: {each[PLACE] * SIDE**2:.1f} times its share by chance; the largest "
         f"share is that of patch {most} ({each[most]:.0%})."

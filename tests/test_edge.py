@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -562,7 +563,7 @@ def test_data_sets_and_files(tmp_path: Path) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
-    batches: Iterable[Tensor] = x.split(2)
+    batches = x.split(2)
     table = gt.influence(model, loss, batches, rule="edge", progress=False)
     assert table.about["rule"] == "edge" and "edge" in str(table)
     with gt.watch(model) as watch:
