@@ -209,7 +209,7 @@ def test_rows_by_name() -> None:
     with pytest.raises(UnknownName, match="no row 'e'"):
         HEADS["e"]
     with pytest.raises(AttributeError, match="no column 'wieght'; did you mean weight"):
-        HEADS["d"].wieght
+        HEADS["d"].wieght  # noqa: B018
     with pytest.raises(GradtraceError, match="no column of shares"):
         made(columns=COLUMNS[:1]).shares  # noqa: B018
 
