@@ -81,7 +81,7 @@ def seen(work: Callable[[], object]) -> Counter[str]:
 def loop(monitored: bool, **options: Any) -> Callable[[], None]:
     model = net()
     sgd = torch.optim.SGD(model.parameters(), 0.1)
-    monitor = gt.Monitor(model, budget=None, every=1, **options) if monitored else None
+    monitor = gt.Monitor(model, every=1, **options) if monitored else None
 
     def work() -> None:
         for x in BATCHES:
@@ -92,7 +92,7 @@ def loop(monitored: bool, **options: Any) -> Callable[[], None]:
             loss.backward()
             sgd.step()
         if monitor is not None:
-            assert len(monitor.history.steps) == len(BATCHES)
+            assert len(monitor.history) == len(BATCHES)
             monitor.close()
 
     return work

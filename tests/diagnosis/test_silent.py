@@ -291,14 +291,14 @@ def test_a_loss_whose_graph_is_gone_is_no_fault_of_the_model() -> None:
 
 def test_a_monitor_warns_of_silent_parameters_at_its_first_step() -> None:
     model, step = CASES["detach_in_forward"].make()
-    with gt.Monitor(model, every=1, budget=None) as monitor:
+    with gt.Monitor(model, every=1) as monitor:
         words = r"2 of 4 parameters get no gradient.*enc\.weight"
         with pytest.warns(UserWarning, match=words) as caught:
             monitor.step(step())
         assert [each.filename for each in caught] == [__file__]  # not a line of ours
         monitor.step(step())  # and not again
     tied, step = HEALTHY["tied_weights"]()
-    with gt.Monitor(tied, every=1, budget=None) as monitor:
+    with gt.Monitor(tied, every=1) as monitor:
         monitor.step(step())
 
 
