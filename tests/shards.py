@@ -244,6 +244,12 @@ def refused(net: Any, rank: int) -> Iterator[tuple[str, object]]:
     yield "not finite", failure(lambda: watch.trace(loss))
 
 
+def shares_of(row: Any) -> dict[str, float]:
+    """The shares in a row of a Monitor's history, where there are some."""
+    names = [name for name in row._places if name.startswith("share ")]
+    return {name: row[name] for name in names if row[name] == row[name]}
+
+
 def monitored(mesh: Any, rank: int) -> Iterator[tuple[str, object]]:
     """Five steps, of which two are traced; weights as without a Monitor."""
     ends = []
@@ -254,14 +260,14 @@ def monitored(mesh: Any, rank: int) -> Iterator[tuple[str, object]]:
         for step in range(5):
             loss = losses(net, given("transformer", 2 * step + rank)).mean()
             if monitor is not None:
-                record = monitor.step(loss)
-                if record is not None:
-                    yield f"monitor {step}", record.influence.to_dict()
+                monitor.step(loss)
             loss.backward()
             optimiser.step()
             optimiser.zero_grad()
         if monitor is not None:
             monitor.close()
+            for row in monitor.history:
+                yield f"monitor {row.step}", shares_of(row)
         ends.append([parameter.full_tensor() for parameter in net.parameters()])
     yield "same weights", all(map(torch.equal, *ends))
 
@@ -398,13 +404,9 @@ def tensor_parallel(rank: int, world: int, folder: Path) -> Iterator[tuple[str, 
     yield "labelled", failure(lambda: labelled(mesh))
     yield "local leaf", failure(lambda: local_leaf(mesh))
     batches = [tokens("decoder").roll(n) for n in range(3)]
-    yield "data set", failure(lambda: gt.influence(net, losses, batches))
-    with gt.Monitor(net, every=2, file=folder / "run.jsonl") as monitor:
-        for batch in batches:
-            loss = losses(net, batch).mean()
-            monitor.step(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
-    yield "monitor", [table.to_dict()["rows"] for table in monitor.history.influences]
+    yield "data set", gt.influence(net, losses, batches, progress=False).to_dict()
+    yield "checkpoint", failure(lambda: gt.influence(net, losses, batches, checkpoint="x"))
+    yield "monitor", failure(lambda: gt.Monitor(net, every=2))
 
 
 def labelled(mesh: Any) -> None:

@@ -574,7 +574,7 @@ def test_data_sets_and_files(tmp_path: Path) -> None:
     trace.report(tmp_path / "a.html", sample=20)
     with gt.Monitor(model, every=1, rule="edge") as monitor:
         monitor.step(model(x).square().mean())
-    assert monitor.history.records
+    assert monitor.history.about["rule"] == "edge" and not monitor.history.rows[0].note
 
 
 def test_versions_are_compared_by_every_rule() -> None:

@@ -92,7 +92,7 @@ def loop(monitored: bool, **options: Any) -> Callable[[], None]:
             loss.backward()
             sgd.step()
         if monitor is not None:
-            assert len(monitor.history.steps) == len(BATCHES)
+            assert len(monitor.history) == len(BATCHES)
             monitor.close()
 
     return work

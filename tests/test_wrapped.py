@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradtrace as gt
 from gradtrace.errors import GradtraceError, Unsupported
-from gradtrace.training.unwrap import apart
+from gradtrace.training import unwrap
 
 dist = torch.distributed
 pytestmark = [
@@ -66,7 +66,7 @@ def parted(model: nn.Sequential) -> nn.Sequential:
 
 
 def losses(model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().sum()
+    found: Tensor = model(x).square().sum(1)
     return found
 
 
@@ -81,11 +81,12 @@ def measured(model: nn.Module) -> object:
 
 def monitored(model: nn.Module) -> object:
     with gt.Monitor(model, every=1) as monitor:
-        return monitor.step(losses(model, torch.ones(2, 3)))
+        monitor.step(losses(model, torch.ones(2, 3)).sum())
+    return None
 
 
 def entered(model: nn.Module) -> object:
-    with apart(model):
+    with unwrap.apart(model):
         raise AssertionError("it should have been refused before")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any
@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradtrace.autodiff.pass_scope import of_training
+from gradtrace.pytorch.module_calls import Listener, listen
 from gradtrace.training.incident import beginning, unwrapped
 from gradtrace.training.state import State
 from gradtrace.watching import watch
 
+PAUSING = (Generator, Coroutine, AsyncGenerator)
 
-class Forwards:
+
+class Forwards(Listener):
     """Listens to a model while a pass is ``wanted``, and always if it ``keeps`` beginnings.
 
     A compiled model cannot be listened to, and where submodules are called and not the model,
     nothing is heard of that: then ``open`` watches from the call on until ``take``.
     """
+
+    outermost = True
 
     def __init__(self, model: nn.Module, keeps: bool) -> None:
         self.model, self.keeps = model, keeps
@@ -32,7 +38,7 @@ class Forwards:
         self._watch: Any = None
         self._entered = ExitStack()  # holds the watch while it is open
         self._calls = 0  # of the model, within each other
-        self._hooks = list[Any]()
+        self._stop: Callable[[], object] | None = None
         self._wanted = False
 
     @property
@@ -44,34 +50,34 @@ class Forwards:
     def wanted(self, wanted: bool) -> None:
         self._wanted = wanted
         listens = self.keeps or (wanted and not self.explicit)
-        if listens and not self._hooks:
-            entered, left = _Hook(self, "enter"), _Hook(self, "leave")
-            self._hooks = [
-                self.model.register_forward_pre_hook(entered, prepend=True),
-                self.model.register_forward_hook(left, always_call=True),
-            ]
+        if listens and self._stop is None:
+            self._stop = listen(self, [self.model])
         elif not listens:
             self.close()
         if wanted and self._early:
             self.open()
 
-    def enter(self) -> None:
-        """The model is called."""
-        self._calls += 1
-        if self._calls > 1 or not torch.is_grad_enabled() or _recomputed():
-            return
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """The model is called; whether this call is watched."""
+        if not torch.is_grad_enabled() or not of_training():
+            return False
         if self.keeps and self.began is None:
             self.began = beginning(self.model)
-        if self._wanted and not self.explicit:
+        if not self._wanted or self.explicit:
+            return False
+        if not self._calls:
             self.open()
-            if unwrapped(self.model) is self.model:
-                self._watch.inside(self.model)
+            if unwrapped(module) is module:
+                self._watch.inside(module)
+        self._calls += 1
+        return True
 
-    def leave(self) -> None:
-        """The call has ended."""
-        self._calls -= 1
-        if not self._calls and not self.explicit:
-            self._close()
+    def leave(self, entered: bool, result: Any) -> None:
+        """The call has ended. A generator or a coroutine has yet to run: watch until ``take``."""
+        if entered and self._calls:
+            self._calls -= 1
+            if not self._calls and not isinstance(result, PAUSING):
+                self._close()
 
     def begin(self) -> None:
         """A pass begins here, and not where the model is called."""
@@ -102,30 +108,11 @@ class Forwards:
     def close(self) -> None:
         """Stop listening."""
         self._close()
-        while self._hooks:
-            self._hooks.pop().remove()
+        stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
 
     def _close(self) -> None:
         begun = perf_counter()
         self._entered.close()
         self.seconds += perf_counter() - begun
-
-
-class _Hook:
-    """Tells ``Forwards`` of a call of the model; in a copy of the model it does nothing."""
-
-    def __init__(self, forwards: Forwards | None = None, name: str = "") -> None:
-        self._told = (lambda: None) if forwards is None else weakref.ref(forwards)
-        self._name = name
-
-    def __call__(self, *_: Any) -> None:
-        if (forwards := self._told()) is not None:
-            getattr(forwards, self._name)()
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
-
-
-def _recomputed() -> bool:
-    """Whether a backward pass runs: a checkpoint is computed again."""
-    return torch._C._current_graph_task_id() != -1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import combinations
 from math import isfinite, nan
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from gradtrace.autodiff.hooks import silenced
 from gradtrace.errors import GradtraceError
+from gradtrace.pytorch.function_modes import paused
+from gradtrace.training.state import undisturbed
 
 MOST_TERMS = 4
 """Of more loss terms, the lowest cosine stands for all pairs."""
@@ -24,6 +27,15 @@ class Asked(NamedTuple):
     sample: Any
     seed: int
     forks: bool  # shares of branches as well
+
+
+@contextmanager
+def aside(model: nn.Module) -> Iterator[None]:
+    """Within, a trace leaves training alone: buffers and random numbers are put back, hooks on
+    gradients do not run, and modes of PyTorch's functions see nothing.
+    """
+    with paused(), undisturbed(model), silenced():
+        yield
 
 
 def measured(

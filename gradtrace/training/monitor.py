@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from gradtrace.autodiff.hooks import silenced
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.errors import GradtraceError, caution, listed, not_one_of, reason_of
 from gradtrace.kernels.sync import AsyncCopy
@@ -25,9 +24,8 @@ from gradtrace.training.forwards import Forwards
 from gradtrace.training.gradients import Gradients, Pass
 from gradtrace.training.history import RunLog
 from gradtrace.training.incident import beginning, made, unwrapped
-from gradtrace.training.measured import Asked, measured, silent
+from gradtrace.training.measured import Asked, aside, measured, silent
 from gradtrace.training.ranks import Ranks
-from gradtrace.training.state import undisturbed
 from gradtrace.training.writers import Writers
 from gradtrace.types import RULES
 
@@ -147,7 +145,8 @@ class Monitor:
         name = type(unwrapped(model)).__name__
         self._log = RunLog(file if first else None, {"model": name, "every": every, "rule": rule})
         self._writers = Writers(writers if first else ())
-        self._asked = Asked(by, rule, sample, seed, bool(self._writers))
+        parts = by if isinstance(by, (str, type, Mapping)) or by is None else [*by]
+        self._asked = Asked(parts, rule, sample, seed, bool(self._writers))
         self._first = self._log.next if start is None else start
         self._at, self._micro = self._first, 0
         self._timing(perf_counter())
@@ -267,8 +266,8 @@ class Monitor:
         line: dict[str, Any] = {"step": self._at}
         try:
             by = _factor(scale)
-            line["loss"] = float(loss.detach().double().mean()) / by
-            with undisturbed(unwrapped(self.model)), silenced():
+            with aside(unwrapped(self.model)):
+                line["loss"] = float(loss.detach().double().mean()) / by
                 line |= self._measured(watch, loss, terms, by)
                 if not self._traces and self.every is None:  # the next ones take no warming up
                     begun = perf_counter()

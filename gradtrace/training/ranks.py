@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradtrace.errors import GradtraceError
-from gradtrace.pytorch.wrapped_modules import is_tensor_parallel, sharded_modules
+from gradtrace.pytorch.wrapped_modules import is_tensor_parallel, refuse_flat, sharded_modules
 
 _RUNS = count()
 
@@ -20,6 +20,7 @@ class Ranks:
     """A process among others: its ``rank``, and how many there are."""
 
     def __init__(self, model: nn.Module, every: int | None, keeps: bool) -> None:
+        refuse_flat(model)
         if is_tensor_parallel(model):
             raise GradtraceError("a tensor-parallel model cannot be traced: ranks share each loss")
         self.sharded = bool(sharded_modules(model))
