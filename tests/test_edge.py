@@ -570,7 +570,7 @@ def test_data_sets_and_files(tmp_path: Path) -> None:
         trace = watch.trace(model(x).square().mean(), rule="edge")
     trace.save(tmp_path / "a.gradtrace", sample=20)
     saved = gt.load(tmp_path / "a.gradtrace")
-    assert saved.rule == "edge" and saved.influence().shares == trace.influence().shares
+    assert saved.rule == "edge" and saved.influence().rows == trace.influence().rows
     trace.report(tmp_path / "a.html", sample=20)
     with gt.Monitor(model, every=1, rule="edge") as monitor:
         monitor.step(model(x).square().mean())

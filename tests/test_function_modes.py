@@ -102,19 +102,6 @@ def test_a_monitor_shows_a_mode_nothing_of_its_own(tmp_path: Path) -> None:
     assert seen(loop(True, file=tmp_path / "run.jsonl")) == seen(loop(False))
 
 
-def test_influence_over_a_data_set_shows_a_mode_the_losses_alone() -> None:
-    model = net()
-
-    def losses() -> None:
-        for x in BATCHES:
-            loss_of(model, x)
-
-    def influence() -> None:
-        gt.influence(model, loss_of, BATCHES)
-
-    assert seen(influence) == seen(losses)
-
-
 def test_a_mode_takes_part_in_checkpoints_that_are_computed_again() -> None:
     """Else the derivative would be that of another function."""
     plain, model, x = net(), net(checkpointed=True), BATCHES[0]

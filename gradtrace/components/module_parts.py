@@ -264,10 +264,9 @@ class ModuleParts(ProgramPlaces):
         """The experts of mixtures: entries of a list, or slices of stacked weights."""
         found: dict[str, Parts] = {}
         doubtful = []
+        lists = expert_lists(self.modules)
         for name, module in self.modules.items():
-            listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            called = _last(name) == "experts" or user_class(module).__name__.endswith("Experts")
-            if listed and called and len(module._modules):
+            if name in lists:
                 found[name] = self.children(name)
             elif name in self.inside and (stacked := stacked_weights(module)):
                 count, keys = stacked
@@ -367,15 +366,9 @@ class ModuleParts(ProgramPlaces):
     def layers(self) -> tuple[dict[str, Parts], list[str]]:
         """The entries of outermost lists of modules of one class."""
         found: dict[str, Parts] = {}
-        for name, module in self.modules.items():
-            if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-                continue
-            if len(module) < (2 if isinstance(module, nn.Sequential) else 1):
-                continue
-            same = len({user_class(child) for child in module}) == 1
-            reached = any(join(name, key) in self.inside for key in module._modules)
-            inner = any(within(name, other) for other in found)
-            if same and reached and not inner and _last(name) not in ("experts", "heads"):
+        for name in layer_lists(self.modules):
+            reached = any(join(name, key) in self.inside for key in self.modules[name]._modules)
+            if reached and not any(within(name, other) for other in found):
                 found[name] = self.children(name)
         return found, []
 
@@ -460,6 +453,29 @@ class ModuleParts(ProgramPlaces):
                 yield from self._multiplied(next(iter(block.takes.values())))
             else:
                 yield number
+
+
+def layer_lists(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The lists of modules of one class, also those inside others."""
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, (nn.ModuleList, nn.Sequential))
+        and len(module) > isinstance(module, nn.Sequential)
+        and len({user_class(child) for child in module}) == 1
+        and _last(name) not in ("experts", "heads")
+    ]
+
+
+def expert_lists(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The lists of modules that are called experts."""
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        and len(module)
+        and (_last(name) == "experts" or user_class(module).__name__.endswith("Experts"))
+    ]
 
 
 def head_count(module: nn.Module) -> int | None:

@@ -324,7 +324,7 @@ def _digest(values: Iterable[Any]) -> str:
         if isinstance(value, Tensor):
             found.update(f"{value.dtype} {tuple(value.shape)}".encode())
             flat = value.detach().cpu().flatten().clone()  # numpy() would fix a storage's size
-            found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+            found.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
         else:
             plain = value is None or isinstance(value, (bool, int, float, str, bytes))
             found.update(repr(value if plain else type(value).__name__).encode())

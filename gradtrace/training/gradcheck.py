@@ -35,18 +35,12 @@ Values = Mapping[Tensor, Tensor]
 
 EPSILON = sys.float_info.epsilon
 STEPS = tuple(EPSILON ** (1 / 3) / finer for finer in (1, 16, 256))
-"""The first balances the truncation error h² of a difference and its rounding error ε/h; the others
-tell curvature, and kinks nearby, from a wrong gradient."""
+"""Steps of differences: the first balances the truncation error h² and the rounding error ε/h, the
+others tell curvature, and kinks nearby, from a wrong gradient."""
 
-NEARBY = 1e-3
-"""How far away, relative to an element, a gradient is looked at again that may be at a kink."""
-
-MOST_OF_EACH, MOST_OF_ALL = 64, 1024
-"""The most elements that are checked, by default, of a parameter and of all."""
-
-DEVIATIONS = 10.0
-"""How many standard deviations of rounding noise a difference may be off by."""
-
+NEARBY = 1e-3  # how far away, relative to an element, is looked whether the gradient is at a kink
+MOST_OF_EACH, MOST_OF_ALL = 64, 1024  # elements that are checked, of a parameter and of all
+DEVIATIONS = 10.0  # standard deviations of rounding noise that a difference may be off by
 UNREACHED, OK, KINK, WRONG = range(4)
 VERDICTS = ("unreached", "ok", "kink", "wrong")
 KINDS: Any = {"checked": "count", "elements": "count", "worst at": "text", "verdict": "text"}
@@ -81,7 +75,6 @@ def check(
     sample: int | None = None,
     seed: int = 0,
     tolerance: float = 1e-4,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Check:
     """Compare the gradient of each parameter with finite differences of the loss.
 
@@ -107,7 +100,6 @@ def check(
         sample: How many elements of a parameter; by default 64, fewer if there are many parameters.
         seed: Of the random numbers in ``loss_fn``, and of the sample.
         tolerance: The largest error that is not looked at again.
-        progress: Called with what is done so far, ``progress(done, total)``.
 
     Returns:
         A table of parameters; ``ok``, ``wrong`` and ``verdict`` say what came out.
@@ -126,8 +118,8 @@ def check(
     if not names:
         raise NoGraph("no parameter of the model requires grad, so there is nothing to check")
     with undisturbed(model), DOUBLE(), eager(), torch.enable_grad():
-        comparison = _Comparison(_WideLoss(model, loss_fn, seed), names, tolerance, seed)
-        return comparison.table(sample, progress or (lambda *_: None))
+        loss = _WideLoss(model, loss_fn, seed)
+        return _Comparison(loss, names, tolerance, seed).table(sample)
 
 
 def _refuse(model: object, loss_fn: object, sample: int | None, tolerance: float) -> None:
@@ -161,8 +153,6 @@ def takes_model(loss_fn: LossFn) -> bool:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):
         return True  # written in C: no signature
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
     free = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     if len(free) > 1:
         raise GradtraceError(
@@ -227,39 +217,37 @@ class _Comparison:
         self.noise = self._noise()
         self.nearby: list[_Point] = []  # made if they are needed
 
-    def table(self, sample: int | None, progress: Callable[[int, int], None]) -> Check:
+    def table(self, sample: int | None) -> Check:
         """The rows of all parameters."""
         sample = sample or min(MOST_OF_EACH, max(1, MOST_OF_ALL // len(self.names)))
-        plan = {parameter: self._probes(parameter, sample) for parameter in self.names}
-        total, done, rows = sum(map(len, plan.values())), 0, list[tuple[Any, ...]]()
-        for parameter, probes in plan.items():
-            worst = _Found(UNREACHED)
-            for probe in probes:
-                worst = max(worst, self._compared(probe))
-                progress(done := done + 1, total)
-            if self.here.gradients[parameter] is None and worst.verdict == OK:
-                worst = worst._replace(verdict=UNREACHED)
+        rows = list[tuple[Any, ...]]()
+        for parameter, name in self.names.items():
+            found = [self._compared(probe) for probe in self._probes(parameter, sample)]
+            worst = max(found, default=_Found(UNREACHED))
+            reached = worst.verdict != OK or self.here.gradients[parameter] is not None
             counts = min(sample, parameter.numel()), parameter.numel()
-            numbers = worst.error, worst.place, worst.analytic, worst.numeric, worst.verdict
-            rows.append((self.names[parameter], *counts, *numbers))
+            numbers = worst.error, worst.place, worst.analytic, worst.numeric
+            rows.append((name, *counts, *numbers, worst.verdict if reached else UNREACHED))
         rows.sort(key=lambda row: (row[-1], row[3], row[0]), reverse=True)
-        made: Any = [(*row[:-1], VERDICTS[row[-1]]) for row in rows]
+        made: Any = tuple((*row[:-1], VERDICTS[row[-1]]) for row in rows)
         about = {"loss": self.here.loss, "tolerance": self.tolerance}
-        return Check("Gradient check", COLUMNS, tuple(made), (_sentence(made),), about)
+        return Check("Gradient check", COLUMNS, made, (_sentence(made),), about)
 
     def _probes(self, parameter: nn.Parameter, sample: int) -> list[_Probe]:
         """Probes of the element with the largest gradient, of others, and of all the rest."""
-        order = torch.randperm(parameter.numel(), generator=self.random)
+        order = torch.randperm(parameter.numel(), generator=self.random, device="cpu")
         gradient = self.here.gradients[parameter]
         if gradient is not None and parameter.numel():
             size = torch.nan_to_num(gradient.abs(), nan=inf, posinf=inf)
             largest = size.argmax().cpu()
             order = torch.cat([largest[None], order[order != largest]])
-        shape, one = tuple(parameter.shape), torch.ones(1, dtype=torch.float64)
+        shape, one = tuple(parameter.shape), torch.ones(1, dtype=torch.float64, device="cpu")
         probes = [(at[None], one, str([*unravel(int(at), shape)])) for at in order[:sample]]
         rest = order[sample:]
         if len(rest):
-            signs = torch.randint(2, rest.shape, generator=self.random).double() * 2 - 1
+            signs = (
+                torch.randint(2, rest.shape, generator=self.random, device="cpu").double() * 2 - 1
+            )
             probes.append((rest, signs, f"{len(rest):,} others"))
         device = parameter.device
         return [_Probe(parameter, at.to(device), s.to(device), place) for at, s, place in probes]
@@ -303,8 +291,12 @@ class _Comparison:
         here, moves = self.here.values, dict[nn.Parameter, Tensor]()
         for parameter in self.names:
             there = here[parameter]
-            by = torch.rand(there.shape, generator=self.random).to(there) + 0.5  # to part ties
-            signs = torch.randint(2, there.shape, generator=self.random).to(there) * 2 - 1
+            by = (
+                torch.rand(there.shape, generator=self.random, device="cpu").to(there) + 0.5
+            )  # to part ties
+            signs = (
+                torch.randint(2, there.shape, generator=self.random, device="cpu").to(there) * 2 - 1
+            )
             moves[parameter] = size * by * signs * there.abs().clamp(min=1)
         for sign in (1, -1):
             yield {**here, **{p: here[p] + sign * by for p, by in moves.items()}}
