@@ -170,8 +170,8 @@ def decomposed(traced: Trace, components: dict[str, Any]) -> dict[str, Any]:
     found = traced.decompose(components)
     return {
         "shares": found.shares,
-        "contested": found.contested,
-        "norms": found.norms,
+        "contested": dict(zip(found.names, found.column("contested"))),
+        "norms": dict(zip(found.names, found.column("norm"))),
         "cosines": {name: products.cosine for name, products in found.products.items()},
         "through": {name: found.gradient(name, "embed.weight").cpu() for name in components},
     }
@@ -182,7 +182,7 @@ def masses(traced: Trace) -> dict[str, Any]:
     for p in POWERS:
         table = traced.mass(COMPONENTS, p=p)
         found[f"mass {p}"] = {row.name: (row.mass, row.eligible) for row in table}
-        found[f"total mass {p}"] = table.total
+        found[f"total mass {p}"] = table.about["mass"]
         found[f"mass shares {p}"] = table.shares
     return found
 

@@ -227,7 +227,7 @@ def test_components_add_up(integrated: int | None) -> None:
     found = gt.watch(model).attribute(logit, {"tokens": tokens}, integrated=integrated)
     for module in ("transformer.ln_f", "transformer.h.0", "transformer.h.1"):
         assert float(found.at(module).sum()) == pytest.approx(found.sum)
-    parts = {"skip": "argument:transformer.h.1.add1[[]1] *", "heads": "head:transformer.h.1.*"}
+    parts = {"skip": "transformer.h.1/skip", "heads": "head:transformer.h.1.*"}
     table = found.by(parts)
     scores = dict(zip(table.column("component"), table.column("score")))
     assert sum(scores.values()) == pytest.approx(found.sum, rel=1e-6)
@@ -315,29 +315,29 @@ def test_experts_of_an_input_are_those_of_its_own_routing() -> None:
 
 
 def test_inputs_keep_their_names() -> None:
-    """Also inputs that are no leaves, as arguments of sums and in paths."""
+    """Also inputs that are no leaves, as branches of sums and in paths."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"words": nn.Embedding(7, 4), "pos": nn.Embedding(3, 4)})
     with gt.watch(model) as watch:
         words, pos = model["words"](torch.tensor([1, 5, 2])), model["pos"](torch.arange(3))
         scalar = (words + pos).tanh().sum()
     found = watch.attribute(scalar, {"words": words, "pos": pos})
-    table = found.by("arguments")
-    assert table.column("component") == ["add[0] from words", "add[1] from pos"]
+    table = found.by("forks")
+    assert table.column("component") == ["add/words", "add/pos"]
     assert sum(table.column("score")) == pytest.approx(found.sum, rel=1e-5)
     assert found.trace.path("pos", (1, 2)).name == "pos"
     assert set(found.trace.leaves) == {"words", "pos"}
 
 
 def test_a_watch_can_name_inputs() -> None:
-    """``add[1] from pos``, not from leaf1, in every measure."""
+    """``add/pos``, not leaf1, in every measure."""
     model = nn.Linear(3, 2)
     words, pos = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
     with gt.watch(model, names={"words": words, "pos": pos}) as watch:
         loss = model(words + pos).square().sum()
     trace = watch.trace(loss)
     assert list(trace.leaves) == ["words", "pos", "weight", "bias"]
-    assert list(trace.influence("arguments").shares) == ["add[0] from words", "add[1] from pos"]
+    assert list(trace.influence("forks").shares) == ["add/words", "add/pos"]
     assert set(watch.backward(loss)) == set(trace.leaves)
     with pytest.raises(UnknownName, match="does not require grad"):
         gt.watch(model, names={"x": torch.ones(2)})

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
-from torch import nn
 from typer.testing import CliRunner
 
-import gradtrace as gt
 from gradtrace.cli import app
 
 TRAIN = """
@@ -49,27 +46,7 @@ def loss(size="tiny", layers="1"):
     model, loss_fn, loader = parts(size, layers)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return model, lambda: loss_fn(model, loader[0]), optimizer
-
-
-def terms(size="base", layers="2"):
-    model, loss_fn, loader = parts(size, layers)
-    return model, {"ce": loss_fn(model, loader[0]), "kl": 0.1 * model.out.weight.square().sum()}
 """
-MODEL = """
-import torch
-from torch import nn
-
-
-def logit(size="base", layers="2"):
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.Sequential(layer, nn.Linear(8, 50)).eval()
-    embeddings = torch.randn(1, 3, 8, requires_grad=True)
-    return model, {"scalar": model(embeddings)[0, -1, 5], "inputs": {"tokens": embeddings}}
-"""
-CODES = {"gradtrace diagnose run-step500-nonfinite.gradtrace": 1}
-"""Of examples that find something."""
-
 NOT_RUN = ("gradtrace demo", "torchrun ")
 """Those that take long, and have tests of their own."""
 
@@ -88,32 +65,14 @@ OTHERS = [line for line in examples() if line not in RUN]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What examples read: scripts, saved traces, the files of a Monitor."""
+    """What examples read."""
     folder = tmp_path_factory.mktemp("examples")
     (folder / "train.py").write_text(TRAIN)
-    (folder / "model.py").write_text(MODEL)
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    x = torch.randn(4, 3)
-
-    def loss_of(x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
-
-    with gt.watch(model) as watch:
-        loss = loss_of(x)
-    for name in ("mine", "before", "after"):
-        watch.trace(loss).save(folder / f"{name}.gradtrace")
-    with gt.Monitor(model, file=folder / "run.jsonl", trigger="nonfinite", every=1) as monitor:
-        for batch in (x, x * float("nan")):
-            loss = loss_of(batch)
-            monitor.step(loss, rerun=loss_of, batch=(batch,))
-    (found,) = folder.glob("run-step*-nonfinite.gradtrace")
-    found.rename(folder / "run-step500-nonfinite.gradtrace")
     return folder
 
 
 def test_examples_are_found() -> None:
-    assert len(RUN) > 20 and len(OTHERS) > 2
+    assert len(RUN) > 8 and len(OTHERS) > 2
     assert any("-- tiny 3" in line for line in RUN)
 
 
@@ -123,11 +82,10 @@ def test_it_runs(line: str, files: Path, tmp_path: Path, monkeypatch: pytest.Mon
     for file in files.iterdir():
         shutil.copy(file, tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("typer.launch", lambda url: 0)
     program, *args = shlex.split(line)
     result = CliRunner().invoke(app, args)
     assert program == "gradtrace"
-    assert result.exit_code == CODES.get(line, 0), result.output
+    assert result.exit_code == 0, result.output
     assert result.stdout
 
 

@@ -102,7 +102,7 @@ def answers(name: str) -> list[Any]:
     trace = watch.trace(loss)
     found += [
         trace.influence(sample=50),
-        [(row.module, row.calls, row.verdict) for row in trace.norms().rows],
+        [(row.module, row.depth, row.verdict) for row in trace.norms().rows],
         [str(path) for path in trace.paths(sample=9)],
     ]
     return found

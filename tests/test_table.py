@@ -161,7 +161,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.tags and self.tags[-1] in ("td", "th"):
-            self.cells[-1] += data
+            self.cells[-1] += data.removesuffix("\n")
 
 
 def test_a_table_as_html() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gradtrace as gt
 from gradtrace.paths.paths import Path as Traced
 from gradtrace.semirings import ABS, MAX, SUM
-from gradtrace.tracing.influence import Influence
+from gradtrace.table import Table
 
 LIGHT = "--ink:#1f2328;--soft:#636c76;--line:#b9c0c8;--accent:#2b59c3;--panel:#f5f6f8"
 DARK = "--ink:#e6e8ea;--soft:#a3acb6;--line:#59636e;--accent:#8fb0ff;--panel:#23282e"
@@ -251,7 +251,7 @@ class Net(nn.Module):
         return scores
 
 
-def measured() -> Influence:
+def measured() -> Table:
     """Influence in the README's example."""
     torch.manual_seed(3)
     model, words = Net().double(), torch.randint(50, (9,))
@@ -264,7 +264,7 @@ def counting() -> str:
     """The paths of the embedding's elements, and the branch that each takes."""
     table = measured()
     rows = {name: table[name] for name in ("gru", "lstm")}
-    paths, unreached = int(rows["gru"].count.e), rows["gru"].unreached
+    paths, unreached = rows["gru"].eligible, rows["gru"].unreached
     parts = [
         text((20, 40), f"{paths + unreached} elements of embed.weight", "bold"),
         text((20, 64), f"{unreached} belong to words that do not occur: no path", "small"),
@@ -272,16 +272,16 @@ def counting() -> str:
     ]
     top, scale = 30.0, 150 / paths
     for name, row in rows.items():
-        through = int(row.count.t)
+        through = row.through
         thick = through * scale
         middle = top + thick / 2
-        mine = 46.0 + (0 if name == "gru" else float(rows["gru"].count.t) * scale) + thick / 2
+        mine = 46.0 + (0 if name == "gru" else rows["gru"].through * scale) + thick / 2
         kind = "accent" if name == "gru" else "line"
         parts += [
             f'<path d="M340 {mine:.1f}C390 {mine:.1f} 390 {middle:.1f} 440 {middle:.1f}" '
             f'fill="none" style="stroke:var(--{kind})" stroke-width="{thick:.1f}"/>',
             text((456, middle - 2), name, "bold"),
-            text((456, middle + 18), f"{through} of {paths}: {row.count.share:.1%}", "small"),
+            text((456, middle + 18), f"{through} of {paths}: {row.share:.1%}", "small"),
         ]
         top += thick + 32
     parts.append(text((20, 150), "influence: the share of the paths", "small"))
