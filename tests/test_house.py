@@ -38,22 +38,25 @@ OLD_ENGINE = (
 
 PARTS: dict[str, tuple[tuple[str, ...], int, int]] = {
     # part: folders or files, lines now, lines at most
-    "package, Python": (("gradtrace/**/*.py",), 0, 28_000),
-    "engine": (tuple(f"gradtrace/{room}/**/*.py" for room in OLD_ENGINE), 0, 51_300),
-    "top floor": (("gradtrace/*.py",), 0, 2_600),
-    "training": (("gradtrace/training/**/*.py",), 0, 2_000),
-    "report": (("gradtrace/report/**/*.py",), 0, 1_900),
-    "cli": (("gradtrace/cli/**/*.py",), 0, 1_100),
+    "package, Python": (("gradtrace/**/*.py",), 56_495, 28_000),
+    "engine": (tuple(f"gradtrace/{room}/**/*.py" for room in OLD_ENGINE), 47_694, 51_300),
+    "top floor": (("gradtrace/*.py",), 2_742, 1_600),
+    "training": (("gradtrace/training/**/*.py",), 3_130, 2_000),
+    "report": (("gradtrace/report/**/*.py",), 1_666, 1_700),
+    "cli": (("gradtrace/cli/**/*.py",), 1_263, 600),
     "C++ and CUDA": (
         tuple(f"gradtrace/**/*{end}" for end in (".cpp", ".h", ".cu", ".cuh", ".inc")),
-        0,
+        7_572,
         6_000,
     ),
-    "page": (("web/src/**/*.ts", "web/src/**/*.tsx"), 0, 5_200),
-    "tests": (("tests/**/*.py",), 0, 36_000),
-    "experiments": (("experiments/**/*.py",), 0, 5_000),
-    "benchmarks": (("benchmarks/**/*.py",), 0, 800),
+    "page": (("web/src/**/*.ts", "web/src/**/*.tsx"), 6_618, 5_200),
+    "tests": (("tests/**/*.py",), 54_396, 36_000),
+    "experiments": (("experiments/**/*.py",), 19_494, 5_000),
+    "benchmarks": (("benchmarks/**/*.py",), 366, 800),
 }
+
+DOCS_KB = 330
+"""Thousands of bytes that the pages of docs/ may have; 240 in the end."""
 
 SLACK = 150
 """So many lines a part may be below what stands above before the number is to be lowered."""
@@ -66,10 +69,15 @@ def lines(patterns: tuple[str, ...]) -> int:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_no_part_grows(part: str) -> None:
-    patterns, now, _ = PARTS[part]
+    patterns, now, most = PARTS[part]
     found = lines(patterns)
-    assert found <= now, f"{part} has {found:,} lines and may have {now:,}: delete something"
+    text = f"{part} has {found:,} lines, may have {now:,} now and {most:,} in the end"
+    assert found <= now, f"{text}: delete something"
     assert now - found <= max(SLACK, now // 50), f"{part}: lower its number to {found:,}"
+
+
+def test_the_pages_do_not_grow() -> None:
+    assert sum(path.stat().st_size for path in TOP.glob("docs/**/*.md")) <= DOCS_KB * 1000
 
 
 # Imports -----------------------------------------------------------------------------------------
