@@ -7,9 +7,10 @@ calls change, they change, and the files stay.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
+from math import nan
 from typing import Any
 
 import nets
@@ -167,19 +168,9 @@ def _index(net: Net, parameter: str, element: int) -> tuple[int, ...]:
 
 
 def decompose(net: Net, by: Any = "modules") -> Answer:
+    columns = ("share", "contested", "cosine", "norm", "whole norm", "leaves", "own")
     table = net.trace("greedy").decompose(by)
-    return {
-        row.name: {
-            "share": row.whole.share,
-            "contested": row.contested.share,
-            "cosine": row.cosine,
-            "norm": row.norms[0],
-            "whole norm": row.norms[1],
-            "leaves": len(row.leaves),
-            "own": row.own,
-        }
-        for row in table
-    }
+    return {row.name: {column: row[column] for column in columns} for row in table}
 
 
 def gradients_through(net: Net, components: Sequence[str], by: Any = "modules") -> Answer:
@@ -202,38 +193,33 @@ def cosines(net: Net, components: Sequence[str], by: Any = "modules") -> Answer:
 def mass(net: Net, p: float, by: Any = "modules") -> Answer:
     table = net.trace("greedy").mass(by, p)
     found = {row.name: {"share": row.share} for row in table}
-    return found | ({"(all)": {"cancellation": table.cancellation}} if p == 1 else {})
+    return found | ({"(all)": {"cancellation": table.about["cancellation"]}} if p == 1 else {})
 
 
-def coverage(net: Net, rule: str, parameters: dict[str, list[str]]) -> Answer:
-    """Of all elements of some parameters together, by a name for each such group."""
-    trace = net.trace(rule)
-    found = {name: trace.coverage(sample=ALL, of=of) for name, of in parameters.items()}
-    return {
-        name: {
-            "elements": each.elements,
-            "median": each.median,
-            "lower": each.quartiles[0],
-            "upper": each.quartiles[1],
-            "opposite": round(each.opposite * each.elements) if each.elements else 0,
-            "cancelled": each.cancellations,
-        }
-        for name, each in found.items()
-    }
+def coverage(net: Net, rule: str, parameters: Mapping[str, Sequence[str]]) -> Answer:
+    """Of all elements of these parameters, together, by the names they are given."""
+    every = [name for names in parameters.values() for name in names]
+    table = net.trace(rule).coverage(sample=ALL, of=every)
+    found = {}
+    for name, names in parameters.items():
+        row = "all" if len(parameters) == 1 else names[0]
+        found[name] = _covered(table[row]) if row in table else dict(NONE)
+    return found
+
+
+NONE = {"elements": 0, "median": nan, "lower": nan, "upper": nan, "opposite": 0, "cancelled": 0}
+
+
+def _covered(row: Any) -> dict[str, Any]:
+    found = {column: row[column] for column in ("elements", "median", "lower", "upper")}
+    shares = {column: row[column] for column in ("opposite", "cancelled")}
+    many = row.elements
+    return found | {name: round(share * many) if many else 0 for name, share in shares.items()}
 
 
 def norms(net: Net) -> Answer:
-    return {
-        row.name: {
-            "depth": row.depth,
-            "norm": row.norm,
-            "gain": row.gain,
-            "zeros": row.zeros,
-            "own": row.own,
-            "verdict": row.verdict,
-        }
-        for row in net.trace("greedy").flow()
-    }
+    columns = ("depth", "norm", "gain", "zeros", "own", "verdict")
+    return {row.name: {c: row[c] for c in columns} for row in net.trace("greedy").norms()}
 
 
 def conflicts(net: Net) -> Answer:
@@ -242,16 +228,17 @@ def conflicts(net: Net) -> Answer:
         first = net.loss_fn(net.model, tuple(x[:1] for x in net.batch))
         others = net.loss_fn(net.model, tuple(x[1:] for x in net.batch))
     table = watch.conflicts({"first": first, "others": others})
-    return {
-        row.name: {
-            "norm of first": row.norm(0),
-            "norm of others": row.norm(1),
-            "cosine": row.cosine(0, 1),
-            "share of first": row.share(0),
-            "winner": None if row.winner is None else ("first", "others")[row.winner],
+    found = {}
+    for name in table.names:
+        module = None if name == "(all)" else name
+        found[name] = {
+            "norm of first": table.norm("first", module),
+            "norm of others": table.norm("others", module),
+            "cosine": table.cosine("first", "others", module),
+            "share of first": table.share("first", module),
+            "winner": table.winner(module),
         }
-        for row in table
-    }
+    return found
 
 
 def attribution(net: Net, rule: str, module: str, by: Any = "modules") -> Answer:
@@ -261,10 +248,10 @@ def attribution(net: Net, rule: str, module: str, by: Any = "modules") -> Answer
     with gt.watch(net.model) as watch:
         loss, inputs = _loss_of_inputs(net, module)
     found = watch.attribute(loss, {"x": inputs}, rule=rule)
-    scores = {f"x{list(row.position)}": {"score": row.score} for row in found.rows}
+    scores = {f"x[{row.position}]": {"score": row.score} for row in found.rows}
     if rule != "gradient":
         return scores
-    through = {str(row[0]): {"score": row[1]} for row in found.by(by).rows}
+    through = {row.name: {"score": row.score} for row in found.by(by)}
     return scores | through
 
 
