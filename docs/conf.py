@@ -109,11 +109,8 @@ def completed(app: Any, docname: str, source: list[str]) -> None:
         from commands import reference
 
         source[0] = source[0].replace("<!-- commands -->", reference())
-    folder, _, name = docname.rpartition("/")
-    if folder == "experiments":
+    if docname.startswith("experiments/"):
         source[0] += SOURCES
-        if (HERE / folder / "more" / f"{name}.md").exists():
-            source[0] += f"\n\n```{{toctree}}\n:hidden:\n\nmore/{name}\n```\n"
     if docname == "experiments/index":
         source[0] += EXPERIMENTS
 
