@@ -50,7 +50,8 @@ def run(steps: str = "200") -> tuple[nn.Module, Loss]:
 
 def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """Each head's influence, beside the loss without it."""
-    shares = trace.influence("labels", "gradient").shares
+    table = trace.influence("labels")
+    shares = dict(zip(table.names, table.column("weighted")))
     without = {}
     for head in shares:
         with torch.no_grad(), gt.ablate(model, f"label:{head}"):

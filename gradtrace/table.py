@@ -426,7 +426,14 @@ class Table:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Table:
-        """The inverse of ``to_dict``; of a result that can do more, the table alone."""
+        """The inverse of ``to_dict``; of a result that can do more, the table alone.
+
+        Args:
+            data: What ``to_dict`` returned.
+
+        Returns:
+            The table.
+        """
         columns = tuple(Column(**{**each, "of": tuple(each["of"])}) for each in data["columns"])
         kinds = [column.kind for column in columns]
         rows = tuple(tuple(map(_number_again, kinds, row)) for row in data["rows"])

@@ -226,7 +226,7 @@ class Trace(TracedProgram):
         >>> import torch, gradtrace as gt
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> split = gt.trace((x.exp() + 3 * x).sum(), names={"x": x}).decompose("forks")
-        >>> split.gradient("add/mul", "x")
+        >>> split.gradient("add/mul of x", "x")
         tensor([3., 3.])
         >>> round(sum(split.shares.values()), 6)
         1.0
@@ -254,7 +254,7 @@ class Trace(TracedProgram):
         >>> loss = (3 * x).exp().log() + x.sin()
         >>> table = gt.trace(loss, names={"x": x}).mass("forks")
         >>> {name: round(share, 4) for name, share in table.shares.items()}
-        {'add/log': 0.8782, 'add/sin': 0.1218}
+        {'add/log of x': 0.8782, 'add/sin of x': 0.1218}
         """
         self.check_unchanged()
         return mass_of(self, by, p)

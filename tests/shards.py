@@ -145,7 +145,6 @@ MEASURES: dict[str, Callable[[Trace], Any]] = {
     "mass": lambda trace: str(trace.mass(["blocks.1", "blocks.0.attention"])),
     "path": lambda trace: repr(trace.path("blocks.1.up.weight", (1, 2))),
     "sample": lambda trace: trace.influence(sample=50).to_dict(),
-    "operator": lambda trace: trace.choices().to_dict(),
 }
 
 

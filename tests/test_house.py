@@ -116,7 +116,8 @@ DOORS: dict[str, set[str]] = {
         "pytorch.wrapped_modules",
     },
     "training": {
-        *("autodiff", "autodiff.hooks", "autodiff.nodes", "autodiff.saved_hooks"),
+        *("autodiff", "autodiff.hooks", "autodiff.nodes", "autodiff.pass_scope"),
+        *("autodiff.saved_hooks", "pytorch.function_modes", "pytorch.module_calls"),
         *("components.components", "components.module_parts", "diagnosis.result", "kernels.sync"),
         *("pytorch.global_switches", "pytorch.wrapped_modules", "tracing.counting"),
     },

@@ -74,7 +74,7 @@ def test_another_loss_of_the_same_structure_uses_the_plan(rule: str) -> None:
                 p.add_(torch.randn_like(p))
         x = torch.randn(5, 4)
     assert KEPT.summary().hits == 2 and KEPT.summary().misses == 1
-    assert len({tuple(row.weighted for row in table) for table in tables}) == 3
+    assert len({tuple(row["|g| eligible"] for row in table) for table in tables}) == 3
     kept = traced(model, x, rule).influence()
     assert kept == fresh(lambda: traced(model, x, rule).influence())
 

@@ -280,8 +280,6 @@ def test_a_forward_that_is_kept_in_a_container(how: str) -> None:
     assert second._calls == {"": 2, "first": 2, "part": 2} and not first.trace(loss).notes
     assert repr(model.kept) == before and not module_calls.EXCHANGES
     assert made_in(first, loss)["SinBackward0"] == {("part", 0)}
-    with gt.ablate(model, "part"):
-        assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3))
 
 
 class Elsewhere(nn.Module):
@@ -305,7 +303,8 @@ def test_modules_that_were_called_out_of_sight_are_named(seen: bool) -> None:
     with gt.watch(model) as watch:
         loss = model(torch.ones(2, 1, 3)).sum()
     notes = watch.trace(loss).influence().notes
-    assert [note.partition(":")[0] for note in notes] == ([] if seen else ["cells.1"])
+    told = [note for note in notes if note.startswith("cells.1:")]
+    assert len(told) == (0 if seen else 1)
 
 
 @pytest.mark.parametrize("whom", ["a sibling", "the model"])
@@ -323,8 +322,6 @@ def test_weak_references_to_modules(whom: str) -> None:
     with gt.Monitor(model, every=1) as monitor:
         monitor.step(model(torch.ones(2, 3)).sum())
     assert not monitor.history.rows[0].note
-    with gt.ablate(model, "part"):
-        assert torch.equal(model(torch.ones(2, 3)), torch.ones(2, 3))
 
 
 def test_recursion_is_counted() -> None:
@@ -391,8 +388,6 @@ def averaged(model: nn.Module) -> nn.Module:
 INSIDE: dict[str, Callable[[nn.Module], Any]] = {
     "watch": gt.watch,
     "monitor": lambda model: gt.Monitor(model),
-    "zero": lambda model: gt.ablate(model, "1"),
-    "remove": lambda model: gt.ablate(model, "1", how="remove"),
 }
 
 
@@ -481,7 +476,7 @@ def test_a_watched_model_can_be_scripted(how: Any) -> None:
             return F.relu(self.part(x))
 
     model, x = Scripted(), torch.randn(2, 3)
-    with gt.watch(model), gt.ablate(model, "part", how="mean"):
+    with gt.watch(model):
         made = how(model)
     if how is torch.jit.script:
         assert torch.equal(made(x), model(x))

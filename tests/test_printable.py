@@ -95,7 +95,7 @@ def test_results_are_printable(name: str) -> None:
         *(str(x) for x in (flow, table, paths, paths[0], graph)),
         *(repr(x) for x in (flow, table, paths, paths[0], graph, trace, trace.gradients)),
         *(x._repr_html_() for x in (flow, table, paths[0])),
-        *(*flow.notes, graph.draw()),
+        graph.draw(),
     ]
     assert [unprintable(text) for text in shown] == [[]] * len(shown)
     with pytest.raises(GradtraceError) as told:

@@ -325,9 +325,9 @@ def test_each_loss_of_a_vector_chooses_as_it_would_alone(rule: str) -> None:
         for n in range(4)
     ]
     for row in table:
-        mine = [each[row.name].count for each in alone]
-        assert row.through == sum(each.t for each in mine), row.name
-        assert row.eligible == sum(each.e for each in mine), row.name
+        mine = [each[row.name] for each in alone]
+        assert row.through == sum(each.through for each in mine), row.name
+        assert row.eligible == sum(each.eligible for each in mine), row.name
 
 
 def test_paths_are_the_same_where_values_are_computed_again() -> None:

@@ -135,7 +135,7 @@ def test_what_a_refusal_says_to_do_works() -> None:
 
     whole = StateDictOptions(full_state_dict=True)
     x = torch.ones(2, 3)
-    wanted = gt.influence(plain(), losses, [x]).to_dict()
+    wanted = gt.influence(plain(), losses, [x], per_sample=True).to_dict()
     sharded = flat(plain(), use_orig_params=True)
     with pytest.raises(Unsupported):
         measured(sharded)
@@ -145,4 +145,4 @@ def test_what_a_refusal_says_to_do_works() -> None:
             for parameter in copy.parameters():
                 parameter.zero_()
         copy.load_state_dict(get_model_state_dict(model, options=whole))
-        assert gt.influence(copy, losses, [x]).to_dict() == wanted
+        assert gt.influence(copy, losses, [x], per_sample=True).to_dict() == wanted

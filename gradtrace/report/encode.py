@@ -55,23 +55,23 @@ def columns(rows: Sequence[Sequence[int]], many: int) -> list[Column]:
 def contained(value: Any) -> bytes:
     """Encode dicts, lists, text, numbers and columns as bytes."""
     blob = bytearray()
-
-    def written(value: Any) -> Any:
-        """The value with the kind, offset and length of each column in its place."""
-        if isinstance(value, dict):
-            return {str(key): written(each) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [written(each) for each in value]
-        if not isinstance(value, np.ndarray):
-            return json_value(value)
-        kind, offset = NAMES[value.dtype.newbyteorder("<")], len(blob)
-        blob.extend(value.astype(KINDS[kind], copy=False).tobytes())
-        blob.extend(bytes(-len(blob) % ALIGNMENT_BYTES))
-        return {"$": kind, "o": offset, "n": value.size}
-
-    text = json.dumps(written(value), allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(_written(value, blob), allow_nan=False, separators=(",", ":")).encode()
     head = len(text).to_bytes(4, "little") + text
     return b"".join([head, bytes(-len(head) % ALIGNMENT_BYTES), blob])
+
+
+def _written(value: Any, blob: bytearray) -> Any:
+    """The value with the kind, offset and length of each column in its place."""
+    if isinstance(value, dict):
+        return {str(key): _written(each, blob) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_written(each, blob) for each in value]
+    if not isinstance(value, np.ndarray):
+        return json_value(value)
+    kind, offset = NAMES[value.dtype.newbyteorder("<")], len(blob)
+    blob.extend(value.astype(KINDS[kind], copy=False).tobytes())
+    blob.extend(bytes(-len(blob) % ALIGNMENT_BYTES))
+    return {"$": kind, "o": offset, "n": value.size}
 
 
 def read(data: bytes) -> Any:

@@ -133,7 +133,7 @@ def trend(steps: Sequence[int], seconds: Sequence[float]) -> str:
     neighbouring steps, and the test of Mann and Kendall.
 
     >>> trend(range(100), [0.01 + 0.0001 * n for n in range(100)])
-    'a step takes 15 ms (median), and 10 ms more each 100 steps'
+    'a step takes 14.9 ms (median), and 10 ms more each 100 steps'
     """
     if len(steps) < 10:
         return ""

@@ -16,6 +16,7 @@ from gradtrace.diagnosis.result import Diagnosis, Finding
 from gradtrace.errors import BadFile, GradtraceError, did_you_mean, printable
 from gradtrace.files import naming, replacing
 from gradtrace.training.state import State, set_state, state_of, undisturbed
+from gradtrace.types import unravel
 from gradtrace.watching import watch
 
 LossFn: TypeAlias = Callable[[nn.Module, Any], Tensor]
@@ -222,7 +223,7 @@ def _range(x: Tensor) -> str:
     size, usual = float(finite.abs().max()), float(finite.abs().median())
     if x.is_floating_point() and size > 100 * usual > 0:
         at = int(x.double().abs().nan_to_num(0, 0, 0).argmax())
-        place = tuple(int(n) for n in torch.unravel_index(torch.tensor(at), x.shape))
+        place = unravel(at, tuple(x.shape))
         text += f"; that at {place} is {size / usual:,.0f} times the median |value|"
     return text
 
