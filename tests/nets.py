@@ -3,7 +3,7 @@
 ``NETS[name](seed)`` makes ``(model, loss, batch)``: the loss is ``loss(model, batch)``, a batch is
 a tuple of tensors with its samples first. All is float64 (``half`` is bfloat16), attention is
 eager, nothing is random: every weight is an odd integer over a power of two, drawn by the small
-generator below from the seed and the tensor's name, so that no two of them tie. ``BROKEN`` are
+generator below from the seed and the tensor's name, so that only ``ties`` has ties. ``BROKEN`` are
 networks in which something is wrong.
 
 `transformers` is imported by the functions that need it, not by this module.
@@ -314,6 +314,32 @@ class Tricks(nn.Module):
 @net
 def tricks(seed: int) -> Made:
     model = filled(Tricks().double(), seed)
+    return model, classified, (floats(seed, 3, 4), integers(seed, 2, 3))
+
+
+class Ties(nn.Module):
+    """Contributions that are equal, whatever the weights: the first of a sum's terms counts, and
+    the lowest of an operator's elements.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.left, self.right, self.upper = nn.Softsign(), nn.Softsign(), nn.Softsign()
+        self.lower, self.early, self.late = nn.Softsign(), nn.Softsign(), nn.Softsign()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        h = self.left(h) + self.right(h)
+        pair = h.expand(2, *h.shape)
+        h = self.upper(pair[0]) + self.lower(pair[1])
+        h = torch.cat([self.early(h), self.late(h)]).cumsum(0)
+        return self.head(h[: len(x)] + h[len(x) :])
+
+
+@net
+def ties(seed: int) -> Made:
+    model = filled(Ties().double(), seed)
     return model, classified, (floats(seed, 3, 4), integers(seed, 2, 3))
 
 
