@@ -395,6 +395,6 @@ check("a wrong sign shows: it errs by 2·cos(1)", error(wrong, 1.0), 2 * math.co
 
 # The same for tensors, on any PyTorch model, with `import gradtrace as gt`:
 #   gradient, backward   gt.backward(loss), gt.backward(loss, gt.semirings.MAX)
-#   paths                gt.enumerate_paths, where the graph is small
+#   paths                gt.testing.enumerate_paths, where the graph is small
 #   trace, follow        trace = gt.trace(loss), by rule="greedy", "edge", "viterbi"; trace.path
 #   influence, error     trace.influence(), gt.check

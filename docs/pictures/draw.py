@@ -102,7 +102,7 @@ def paths() -> str:
     """The graph, its three paths, and that their weights add up to the gradient."""
     loss, names = three_ways()
     over, under, direct = sorted(
-        gt.enumerate_paths(loss, names=names), key=lambda path: -abs(path.weight)
+        gt.testing.enumerate_paths(loss, names=names), key=lambda path: -abs(path.weight)
     )
     gradient = float(gt.backward(loss, names=names)["x"])
     x, a, b, top = (50.0, 130.0), (190.0, 50.0), (190.0, 210.0), (330.0, 130.0)
@@ -192,7 +192,7 @@ def rules() -> str:
     """The same graph twice, with the path that each rule follows."""
     loss, names = fork()
     best, upper, lower = sorted(
-        gt.enumerate_paths(loss, names=names), key=lambda path: -abs(path.weight)
+        gt.testing.enumerate_paths(loss, names=names), key=lambda path: -abs(path.weight)
     )
     parts = []
     for n, rule in enumerate(("greedy", "viterbi")):
