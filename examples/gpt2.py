@@ -54,7 +54,7 @@ def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], st
     shares = dict(zip(table.names, table.column("weighted")))
     without = {}
     for head in shares:
-        with torch.no_grad(), gt.ablate(model, f"label:{head}"):
+        with torch.no_grad(), gt.ablate(model, head):
             without[head] = float(loss_fn(model))
     columns = (
         Column("head"),

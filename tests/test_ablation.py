@@ -172,6 +172,10 @@ def test_recurrent_states_have_layers_first() -> None:
 
 
 def attention(kind: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    if kind == "nn.MultiheadAttention":
+        x = torch.randn(2, 4, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        return nn.Sequential(layer), lambda model: loss_of(model, x)
     pytest.importorskip("transformers")
     from architectures import ARCHITECTURES
 
@@ -179,7 +183,7 @@ def attention(kind: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return model.eval(), loss
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5", "vit"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5", "vit", "nn.MultiheadAttention"])
 def test_heads_that_tables_print_can_be_taken_away(kind: str) -> None:
     """And then no gradient comes through them any more, nor through any other head less."""
     model, loss_fn = attention(kind)
@@ -200,7 +204,7 @@ def test_heads_that_tables_print_can_be_taken_away(kind: str) -> None:
 def test_everything_is_put_back_after_an_error() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
     before = loss_of(model, torch.ones(2, 3, 8))
-    with pytest.raises(ValueError, match="mine"), gt.ablate(model, ["linear1", "self_attn"]):
+    with pytest.raises(ValueError, match="mine"), gt.ablate(model, ["linear1", "self_attn head 0"]):
         loss_of(model, torch.ones(2, 3, 8))
         raise ValueError("mine")
     assert torch.equal(loss_of(model, torch.ones(2, 3, 8)), before)
@@ -213,7 +217,7 @@ def test_fused_layers_do_not_pass_over_their_parts() -> None:
     model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 3, 8)
     with torch.no_grad():
         before = loss_of(model, x)
-        for part in ("layers.1.linear2", "layers.0.self_attn"):
+        for part in ("layers.1.linear2", "layers.0.self_attn", "layers.0.self_attn head 1"):
             with gt.ablate(model, part):
                 assert not torch.equal(loss_of(model, x), before)
 

@@ -33,8 +33,6 @@ NOT_RUN = {
     ("docs/guides/teach.md", "$ python docs/from_scratch.py"),
     ("docs/distributed.md", "dist.init_process_group()"),
     ("docs/distributed.md", "$ torchrun --nproc-per-node=4"),
-    ("docs/distributed.md", "for layer in model.layers:"),
-    ("docs/distributed.md", "parallelize_module(layer, mesh"),
 }
 """Blocks that are not run, by page and how they begin; each says why in a comment before it."""
 

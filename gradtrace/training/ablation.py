@@ -173,8 +173,6 @@ def _joined(attention: nn.Module) -> nn.Module | None:
     """
     inside = [(n.split("."), m) for n, m in attention.named_modules() if hasattr(m, "weight")]
     outputs = [module for name, module in inside if OUTPUTS.intersection(name)]
-    if isinstance(attention, nn.MultiheadAttention):  # uses the weights of its projection itself
-        return None
     return outputs[-1] if outputs else attention if all(INPUTS & {*n} for n, _ in inside) else None
 
 
@@ -254,15 +252,18 @@ def _without(parts: Iterable[Part], how: How, met: Met) -> Iterator[Met]:
         stack.enter_context(UNFUSED())
         for part in parts:
             if part.module is not None:
-                stack.callback(_hooked(part, part.module, how, met).remove)
+                for handle in _hooked(part, part.module, how, met):
+                    stack.callback(handle.remove)
         labels.CUTS.append(cut)
         stack.callback(labels.CUTS.remove, cut)
         yield met
 
 
-def _hooked(part: Part, module: nn.Module, how: How, met: Met) -> Any:
-    """The handle of the hook that replaces what a module returns, or one of its heads."""
+def _hooked(part: Part, module: nn.Module, how: How, met: Met) -> list[Any]:
+    """Handles of the hooks that replace what a module returns, or one of its heads."""
     joined = module if part.head < 0 else _joined(module)
+    if part.head >= 0 and isinstance(module, nn.MultiheadAttention):
+        return _masked(part, module, how, met)
 
     def head(x: Tensor) -> Tensor:
         size = x.shape[-1] // (head_count(module) or 1)
@@ -279,8 +280,28 @@ def _hooked(part: Part, module: nn.Module, how: How, met: Met) -> Any:
         return (head(out[0]), *out[1:]) if isinstance(out, tuple) else head(out)
 
     if joined is None or joined is module:
-        return module.register_forward_hook(returned)
-    return joined.register_forward_pre_hook(given)
+        return [module.register_forward_hook(returned)]
+    return [joined.register_forward_pre_hook(given)]
+
+
+def _masked(part: Part, module: nn.MultiheadAttention, how: How, met: Met) -> list[Any]:
+    """It uses the weight of its output projection itself, of which a head's columns become 0."""
+    if not isinstance(how, str) or how != "zero":
+        raise GradtraceError(f"{part.name!r}, of nn.MultiheadAttention, can only become 'zero'")
+    table: dict[str, Any] = module.out_proj._parameters
+    own = list[Tensor]()
+
+    def mask(*_: Any) -> None:
+        met.called.add(part)
+        own.append(table["weight"])
+        columns = range(part.head * module.head_dim, (part.head + 1) * module.head_dim)
+        table["weight"] = _cut(own[-1], 1, columns, how, part.name)
+
+    def unmask(*_: Any) -> None:
+        table["weight"] = own.pop()
+
+    after = module.register_forward_hook(unmask, always_call=True)
+    return [module.register_forward_pre_hook(mask), after]
 
 
 def _replaced(out: Any, recurrent: bool, how: How, what: str) -> Any:

@@ -7,12 +7,12 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from glob import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,11 @@ LossFn = Callable[[Any, Any], Tensor]
 Measure = Callable[[watch, Tensor, int], Table | None]
 """The table of a loss of this batch; None where nothing that was asked for takes part in it."""
 
-Found = dict[int, list[dict[str, Any] | None]]
+Found: TypeAlias = dict[int, list[dict[str, Any] | None]]
 """The tables of each batch that is done, by its number, as JSON values."""
+
+Begun = tuple[str, Found, str]
+"""The digest of a run, and of its journals what they have and the digest of the first batch."""
 
 WAIT = timedelta(days=1)
 """How long ranks that are done wait for the slowest."""
@@ -155,60 +158,57 @@ class _Run:
     settings: list[Any]
     seed: int
     per_sample: bool
-    found: Found = field(default_factory=dict)  # what this rank has read and counted
-    stopped: bool = False
 
     def table(self, journal: str | PathLike[str] | None, progress: bool | None) -> Table:
         """The sum of the tables of all batches, the same on all ranks."""
-        ranks, files = _Ranks(), None if journal is None else _Files(journal)
+        ranks = _Ranks()
+        file = None if journal is None else Path(fspath(journal)).expanduser()
         try:
             with apart(self.model), undisturbed(self.model), torch.enable_grad():
-                told = ranks.gather(lambda: self._begin(files, ranks))
-                if len({run for run, _ in told}) > 1:
+                told = ranks.gather(lambda: self._begin(file, ranks))
+                if len({run for run, _, _ in told}) > 1:
                     raise GradtraceError(
                         "the ranks differ in weights or settings: load the same weights on all of "
                         "them, or seed them alike before the model is made"
                     )
-                done = {number for _, numbers in told for number in numbers}
+                done = {number for _, known, _ in told for number in known}
                 shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
-                ends = ranks.gather(lambda: self._count(files, ranks, done, shown))
+                own = file and file.with_name(f"{file.name}.rank{ranks.rank}")
+                ends = ranks.gather(lambda: self._count(own, told[ranks.rank], ranks, done, shown))
         finally:
             ranks.close()
         return _total(ends)
 
-    def _begin(self, files: _Files | None, ranks: _Ranks) -> tuple[str, list[int]]:
-        """What must be equal on all ranks, and the batches that this one knows."""
-        sampler = getattr(self.loader, "sampler", None)
-        if ranks.world > 1 and isinstance(sampler, DistributedSampler):
+    def _begin(self, file: Path | None, ranks: _Ranks) -> Begun:
+        """What must be equal on all ranks, and what the journals have."""
+        if ranks.world > 1 and isinstance(getattr(self.loader, "sampler", 0), DistributedSampler):
             raise GradtraceError(
                 "the loader has a DistributedSampler, and batches are shared out to ranks here: "
                 "give all ranks the same loader, without one"
             )
-        known = ranks.world > 1 or files is not None
+        known = ranks.world > 1 or file is not None
         facts = _facts(unwrapped(self.model)) if known else ()
         run = _digest([json.dumps(json_value(self.settings)), *facts])
-        self.found = {} if files is None else files.read(run, ranks.rank)
-        return run, [*self.found]
+        return (run, *((Found(), "") if file is None else _read(file, run)))
 
     def _count(
-        self, files: _Files | None, ranks: _Ranks, done: set[int], shown: bool
+        self, own: Path | None, begun: Begun, ranks: _Ranks, done: set[int], shown: bool
     ) -> tuple[Found, str, bool]:
         """Trace the batches of this rank; what it knows, a digest of the first one, if stopped."""
+        run, found, kept = begun
         first = ""
         try:
             for number, batch in enumerate(_shown(self.loader, shown)):
                 if number == 0:
                     first = _digest(tree_leaves(batch))
-                    if files is not None:
-                        files.begin(first)
+                    _write_head(own, run, first, kept)
                 if number not in done and number % ranks.world == ranks.rank:
-                    tables = self._traced(batch, number)
-                    if files is not None:
-                        append_line(files.own, {"batch": number, "tables": tables})
-                    self.found[number] = tables
+                    found[number] = self._traced(batch, number)
+                    if own is not None:
+                        append_line(own, {"batch": number, "tables": found[number]})
         except KeyboardInterrupt:
-            return self.found, first, True
-        return self.found, first, False
+            return found, first, True
+        return found, first, False
 
     def _traced(self, batch: Any, number: int) -> list[dict[str, Any] | None]:
         with undisturbed(self.model):
@@ -276,40 +276,31 @@ def _total(ends: list[tuple[Found, str, bool]]) -> Table:
 # Journals ----------------------------------------------------------------------------------------
 
 
-class _Files:
-    """The journals of all ranks of one run: a line that says which run it is, then the batches."""
-
-    def __init__(self, journal: str | PathLike[str]) -> None:
-        self.path = Path(fspath(journal)).expanduser()
-        self.run, self.first, self.own, self.begun = "", "", self.path, False
-
-    def read(self, run: str, rank: int) -> Found:
-        """The batches that were counted, by any rank."""
-        found: Found = {}
-        self.run, self.own = run, self.path.with_name(f"{self.path.name}.rank{rank}")
-        for path in sorted(self.path.parent.glob(f"{escape(self.path.name)}.rank*[0-9]")):
-            lines = read_lines(path)
-            if lines and not (isinstance(lines[0], dict) and "run" in lines[0]):
-                raise BadFile(f"'{path}' is no journal: choose another name")
-            if lines and lines[0]["run"] != run:
-                raise BadFile(
-                    f"'{path}' is of other weights, settings or another key=: choose another "
-                    "journal, or remove it"
-                )
-            if lines:
-                self.first, self.begun = lines[0]["first"], self.begun or path == self.own
-            found |= {line["batch"]: line["tables"] for line in lines[1:]}
-        return found
-
-    def begin(self, first: str) -> None:
-        """Begin this rank's file; the first batch must be that of the files that there are."""
-        if self.first and self.first != first:
+def _read(journal: Path, run: str) -> tuple[Found, str]:
+    """The batches that were counted, by any rank, and the digest of the first one."""
+    found, first = Found(), ""
+    for path in sorted(journal.parent.glob(f"{escape(journal.name)}.rank*[0-9]")):
+        head, *lines = read_lines(path) or [{"run": run, "first": first}]
+        if not isinstance(head, dict) or "run" not in head:
+            raise BadFile(f"'{path}' is no journal: choose another name")
+        if head["run"] != run:
             raise BadFile(
-                f"the first batch is another than that of '{self.path}': give the loader a seed "
-                "(generator=torch.Generator().manual_seed(0)), or choose another journal"
+                f"'{path}' is of other weights, settings or another key=: choose another journal, "
+                "or remove it"
             )
-        if not self.begun:
-            append_line(self.own, {"run": self.run, "first": first})
+        first, found = head["first"], found | {line["batch"]: line["tables"] for line in lines}
+    return found, first
+
+
+def _write_head(own: Path | None, run: str, first: str, kept: str) -> None:
+    """Begin a rank's journal; its first batch must be that of those that there are."""
+    if kept and kept != first:
+        raise BadFile(
+            f"the first batch is another than that of '{own}': give the loader a seed "
+            "(generator=torch.Generator().manual_seed(0)), or choose another journal"
+        )
+    if own is not None and not (own.exists() and read_lines(own)):
+        append_line(own, {"run": run, "first": first})
 
 
 def _facts(model: nn.Module) -> list[Any]:

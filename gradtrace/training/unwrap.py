@@ -6,7 +6,7 @@ Ranks that trace different batches would wait for each other in wrappers' collec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -31,23 +31,18 @@ def apart(model: nn.Module) -> Iterator[None]:
     refuse_flat(model)
     if is_tensor_parallel(model):
         raise Unsupported("the model is tensor parallel: load its full state dict into a plain one")
-    wrappers = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-    changed = list[tuple[dict[int, Any], int, Any]]()
-    units = sharded_modules(model)
-    try:
-        for wrapper in wrappers:
-            vars(wrapper)["forward"] = _alone(wrapper)
-        for unit in units:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                vars(module)["forward"] = _alone(module)
+                stack.callback(vars(module).pop, "forward")
+        for unit in sharded_modules(model):
             unit.unshard()
-            changed += _without_gathering(unit)
+            stack.callback(unit.reshard)
+            for hooks, key, hook in _converting(unit):
+                stack.callback(hooks.__setitem__, key, hooks[key])
+                hooks[key] = hook
         yield
-    finally:
-        for hooks, key, hook in changed:
-            hooks[key] = hook
-        for unit in units:
-            unit.reshard()
-        for wrapper in wrappers:
-            vars(wrapper).pop("forward", None)
 
 
 def _alone(wrapper: DistributedDataParallel) -> Callable[..., Any]:
@@ -62,22 +57,16 @@ def _alone(wrapper: DistributedDataParallel) -> Callable[..., Any]:
     return forward
 
 
-def _without_gathering(unit: Any) -> list[tuple[dict[int, Any], int, Any]]:
-    """Replace FSDP's hooks by ones that only convert: (hooks, key, original hook) each."""
+def _converting(unit: Any) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """What to put in place of FSDP's hooks: (hooks, key, hook that only converts to its dtypes)."""
     policy = unit._get_fsdp_state()._mp_policy
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
 
-    def converted(value: Any, dtype: torch.dtype | None) -> Any:
-        floating = (
-            (lambda x: x.to(dtype) if x.is_floating_point() else x) if dtype else (lambda x: x)
-        )
+    def to(value: Any, dtype: torch.dtype | None) -> Any:
+        floating = lambda x: x.to(dtype) if dtype and x.is_floating_point() else x  # noqa: E731
         return tree_map_only(Tensor, floating, value)
 
-    before = lambda _, args, kwargs: converted((args, kwargs), inputs)  # noqa: E731
-    after = lambda _, args, output: converted(output, policy.output_dtype)  # noqa: E731
-    changed = list[tuple[dict[int, Any], int, Any]]()
-    for hooks, hook in ((unit._forward_pre_hooks, before), (unit._forward_hooks, after)):
-        for key in sharding_hooks(hooks):
-            changed.append((hooks, key, hooks[key]))
-            hooks[key] = hook
-    return changed
+    for key in sharding_hooks(unit._forward_pre_hooks):
+        yield unit._forward_pre_hooks, key, lambda _, *given: to(given, inputs)
+    for key in sharding_hooks(unit._forward_hooks):
+        yield unit._forward_hooks, key, lambda _, args, out: to(out, policy.output_dtype)
