@@ -29,6 +29,13 @@ def naming(path: str | os.PathLike[str], verb: str) -> Iterator[Path]:
         raise BadFile(f"{os.fspath(path)!r} cannot be {verb} ({error})") from error
 
 
+def made_folder(path: str | os.PathLike[str]) -> Path:
+    """A folder, made if it is not there; errors name it."""
+    with naming(path, "written") as at:
+        at.mkdir(parents=True, exist_ok=True)
+        return at
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A new file to write to, which takes the place of ``path`` when the block ends without an

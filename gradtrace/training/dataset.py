@@ -100,6 +100,8 @@ def influence(
     """
     parameters = [name for name, _ in named_parameters(model)]
 
+    by = spelt(by)  # an iterator is read once
+
     def measure(watched: watch, loss: Tensor, number: int) -> Table | None:
         trace = watched.trace(loss, rule=rule)
         leaves = None if of is None else taking_part(trace, of, parameters)
@@ -107,7 +109,7 @@ def influence(
             return None
         return trace.influence(by, of=leaves, index=index, sample=sample, seed=seed + number)
 
-    settings = ["influence", spelt(by), spelt(of), index, per_sample, rule, sample, seed, key]
+    settings = ["influence", by, spelt(of), index, per_sample, rule, sample, seed, key]
     run = _Run(model, loss_fn, loader, measure, settings, seed, per_sample)
     return run.table(journal, progress)
 
@@ -139,11 +141,12 @@ def decompose(
     Returns:
         The table, with standard errors over losses.
     """
+    by = spelt(by)  # an iterator is read once
 
     def measure(watched: watch, loss: Tensor, number: int) -> Table:
         return watched.trace(loss).decompose(by)
 
-    settings = ["decompose", spelt(by), seed, key]
+    settings = ["decompose", by, seed, key]
     return _Run(model, loss_fn, loader, measure, settings, seed, False).table(journal, progress)
 
 

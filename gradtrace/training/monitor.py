@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
 from gradtrace.errors import GradtraceError, caution, listed, not_one_of, reason_of
+from gradtrace.files import made_folder
 from gradtrace.kernels.sync import AsyncCopy
 from gradtrace.table import Table
 from gradtrace.training.forwards import Forwards
@@ -150,7 +151,7 @@ class Monitor:
         self._first = self._log.next if start is None else start
         self._at, self._micro = self._first, 0
         self._timing(perf_counter())
-        self._folder = None if folder is None else Path(folder).expanduser()
+        self._folder = None if folder is None else made_folder(folder)
         self._forwards = Forwards(model, folder is not None)
         self._gradients = None if folder is None else Gradients(unwrapped(model), spike, self._keep)
         self._open, self._told = True, set[str]()
