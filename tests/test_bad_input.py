@@ -515,7 +515,7 @@ def test_batches_that_pass_none_of_the_components() -> None:
             ask(["a", "b"])
     assert "no path from a leaf can pass a, b\n" in str(trace.influence(["a", "b", "out"]))
     assert "can pass" not in str(trace.influence())
-    with pytest.raises(GradtraceError, match="batch 0: no path .* can pass 'a', 'b'"):
+    with pytest.raises(GradtraceError, match=r"batch 0: no path .* can pass 'a', 'b'"):
         gt.decompose(model, lambda m, way: m(x, way), [False, True], by=["a", "b"])
 
 
