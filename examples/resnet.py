@@ -49,13 +49,13 @@ def run(steps: str = "60") -> tuple[nn.Module, Loss]:
 
 def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """Of the paths that come to a block, the share that takes its shortcut."""
-    sums = {row.name: row for row in trace.influence("arguments")}
+    forks = trace.influence("forks")
     rows = []
     for block in range(BLOCKS):
         name = f"resnet.encoder.stages.0.layers.{block}"
-        (skip,) = (row for key, row in sums.items() if key.startswith(f"{name}.add[1] "))
+        skip = forks[f"{name}.add/skip"]
         with torch.no_grad(), gt.ablate(model, f"{name}.layer"):
-            rows.append((f"block {block}", skip.count.share, float(loss_fn(model))))
+            rows.append((f"block {block}", skip.share, float(loss_fn(model))))
     columns = (
         Column("block"),
         Column("by the shortcut", "share"),

@@ -392,7 +392,7 @@ def tensor_parallel(rank: int, world: int, folder: Path) -> Iterator[tuple[str, 
     net, x = parallel("sequence", mesh), tokens("decoder")
     trace = traced(net, x, one=True)
     yield "decompose", str(trace.decompose(["layers.1", "layers.0.attention"]))
-    yield "choices", trace.choices().to_dict()
+    yield "forks", trace.influence("forks").names
     yield "levels", [(row.module, row.norm) for row in trace.norms()]
     yield "gradient sums", {name: float(g.square().sum()) for name, g in trace.gradients.items()}
     yield "path", failure(lambda: trace.path("layers.1.up.weight", (1, 2)))

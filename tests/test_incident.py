@@ -237,10 +237,11 @@ def test_there_are_at_most_so_many(tmp_path: Path) -> None:
 # Files --------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+def test_a_folder_that_vanishes_stops_nothing(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    monitor = gt.Monitor(model, every=10, folder=tmp_path / "file")
+    monitor = gt.Monitor(model, every=10, folder=tmp_path / "kept")
+    (tmp_path / "kept").rmdir()
+    (tmp_path / "kept").write_text("")
     monitor.step(model(torch.ones(1, 2)).sum())
     with pytest.warns(UserWarning, match="was not kept.*training goes on"):
         monitor.step(model(torch.ones(1, 2)).sum() * math.nan)

@@ -90,7 +90,7 @@ def test_a_deep_graph_that_was_walked_can_be_freed() -> None:
 
 LEFT = """
 import gc, json, sys
-import torch, gradtrace
+import torch, gradtrace, programs
 from gradtrace.ir import interpreter
 from test_large_graphs import branches, chain
 

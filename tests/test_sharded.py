@@ -161,8 +161,7 @@ def test_measures_of_parts_are_those_of_the_whole_model(two: Ended) -> None:
     for found in two.found("tensor_parallel"):
         ranks = dict(found)
         assert ranks["decompose"] == str(trace.decompose(["layers.1", "layers.0.attention"]))
-        names = [row["branch"] for row in as_json(trace.choices().to_dict())["rows"]]
-        assert [row["branch"] for row in ranks["choices"]["rows"]] == names
+        assert ranks["forks"] == as_json(trace.influence("forks").names)
         assert dict(ranks["levels"]) == pytest.approx(flow)
         assert ranks["gradient sums"] == pytest.approx(sums)
 

@@ -351,6 +351,7 @@ def test_blocks_that_are_not_nested_put_switches_back() -> None:
         blocks = [make() for make in makers]
         for block in blocks:
             block.__enter__()
+        model(torch.ones(1, 2, 4))
         for n in order:
             stance = torch._dynamo.eval_frame._stance.stance  # type: ignore[attr-defined]
             assert stance == "force_eager"
