@@ -93,5 +93,5 @@ def test_columns_are_explained(column: str) -> None:
 
 
 def test_the_tables_of_all_measures_are_among_them() -> None:
-    assert {"through", "contested", "mass", "median", "gain"} <= COLUMNS
+    assert {"through", "contested", "mass", "median", "coverage", "gain"} <= COLUMNS
     assert {"derivative", "wins", "score", "of the sum", "largest norm"} <= COLUMNS
