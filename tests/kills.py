@@ -81,15 +81,18 @@ def differing(folder: Path, moments: int, world: int) -> list[str]:
     """Kill as many runs; those whose tables differ from the undisturbed one afterwards."""
     whole = folder / f"{world} whole"
     whole.mkdir()
-    began = begun(whole, world)
-    start = time.monotonic()
+    began, start = begun(whole, world), time.monotonic()
+    while not (whole / "0.json").exists():
+        assert not began.poll(), (whole / "said").read_text()[-2000:]
+        time.sleep(0.001)
+    took = time.monotonic() - start
     began.wait(LONG)
-    took, wanted = time.monotonic() - start, json.loads((whole / "0.json").read_text())
+    wanted = json.loads((whole / "0.json").read_text())
     wrong = []
     for moment in range(moments):
         at = folder / f"{world} {moment}"
         at.mkdir()
-        seconds = random.uniform(0, took * 0.8)
+        seconds = random.uniform(0, took)
         count = killed(at, world, seconds)
         same = [found == wanted for found in tables(at, world)]
         print(f"{world} processes, killed after {seconds:.2f} s, {count} batches: {same}")
