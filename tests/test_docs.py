@@ -264,13 +264,10 @@ def test_every_public_name_is_described(name: str) -> None:
         assert f"gradtrace.{name}" in described()
 
 
-def test_every_integration_is_described() -> None:
-    files = (Path(gradtrace.__file__).parent / "integrations").glob("*.py")
-    public = {f"gradtrace.integrations.{path.stem}" for path in files} - {
-        "gradtrace.integrations.__init__",
-        "gradtrace.integrations.making",
-    }
-    assert public == {it.rpartition(".")[0] for it in described() if "integrations" in it}
+def test_every_callback_is_described() -> None:
+    files = (Path(gradtrace.__file__).parent / "training" / "callbacks").glob("[!_]*.py")
+    public = {f"gradtrace.training.callbacks.{path.stem}.GradTrace" for path in files}
+    assert public <= described()
 
 
 @pytest.mark.parametrize("name", gradtrace.semirings.__all__)

@@ -24,7 +24,7 @@ from gradtrace.autodiff.pass_scope import KEEPER
 from gradtrace.autodiff.tuning import FREE_SPAN_NODES
 from gradtrace.errors import FreedGraph, GradtraceError, NonFinite
 from gradtrace.pytorch.global_switches import load_compiler
-from gradtrace.pytorch.side_effects import restored
+from gradtrace.pytorch.side_effects import Undo
 
 
 @pytest.fixture(autouse=True)
@@ -437,7 +437,7 @@ def test_nothing_waits_for_the_collector(case: str, tmp_path: Path) -> None:
 def test_nothing_is_imported_while_frames_hold_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cycle made by the import of torch._dynamo holds all frames that wait for it."""
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    with restored(net()) as undo:
+    with Undo.new() as undo:
         assert not hasattr(type(undo).__torch_dispatch__, "__wrapped__")  # which would import it
     threads: list[threading.Thread] = []
     note = lambda name: threads.append(threading.current_thread())  # noqa: E731
@@ -447,7 +447,7 @@ def test_nothing_is_imported_while_frames_hold_activations(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
     load_compiler()
     wraps = hasattr(TorchDispatchMode, "_should_skip_dynamo")  # torch 2.9 wraps no mode
-    with restored(net()) as undo:
+    with Undo.new() as undo:
         assert type(undo)._should_skip_dynamo()
         assert hasattr(type(undo).__torch_dispatch__, "__wrapped__") == wraps
     assert len(threads) == 1

@@ -22,7 +22,7 @@ from gradtrace.autodiff.tuning import FREE_SPAN_NODES
 from gradtrace.pytorch.function_modes import resumed
 from gradtrace.pytorch.global_switches import Change, Switch
 from gradtrace.pytorch.python_state import held_in
-from gradtrace.pytorch.side_effects import functions_restored, note_gradients, users_code
+from gradtrace.pytorch.side_effects import functions_restored, note_gradients
 
 
 class _PassState(threading.local):
@@ -30,7 +30,6 @@ class _PassState(threading.local):
 
     passes = 0  # nested ones
     own = 0  # nested calls of gradtrace, a pass or what is computed from one
-    reruns = False  # whether a forward pass is one that is run again
     number = -1
     recomputation: uuid.UUID | None = None
     reached: Callable[[], Collection[Node]] = tuple  # the nodes that the pass visits
@@ -82,24 +81,6 @@ _COLLECTOR_OFF = Switch(_without_collector)  # of the process, so threads share 
 def own_work_runs() -> bool:
     """Whether this thread is within ``own_work``, or ``backward_runs`` holds."""
     return _PASS.own > 0 or backward_runs()
-
-
-@contextlib.contextmanager
-def rerunning() -> Iterator[None]:
-    """Within, Monitors take no notice of forward passes."""
-    before, _PASS.reruns = _PASS.reruns, True
-    try:
-        yield
-    finally:
-        _PASS.reruns = before
-
-
-def of_training() -> bool:
-    """Whether a forward pass on this thread is one of the user's: neither does ``backward_runs``
-    hold nor is it within ``rerunning``. Asked in every step.
-    """
-    state = _PASS
-    return not state.passes and not state.reruns and _TASK() == -1
 
 
 def pass_runs() -> bool:
@@ -194,8 +175,8 @@ def _executes(node: Node) -> bool:
 
 
 class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
-    """Wraps the recomputation of a checkpoint in ``users_code``, so that its writes are undone.
-    Modes of PyTorch's functions that the caller has entered take part in it.
+    """The recomputation of a checkpoint: modes of PyTorch's functions that the caller has entered
+    take part in it.
 
     A context of the user's (``context_fn``) made by ``contextlib.contextmanager`` can be entered
     once only: a pass of gradtrace enters a copy.
@@ -208,18 +189,15 @@ class _Recomputation(_RECOMPUTATION):  # type: ignore[misc]
         self._modes = resumed()
 
     def __enter__(self) -> None:
-        self._undo = users_code(self._code)
         if _PASS.passes:
             self._contexts = _single_use(self._code)
             for cell, context in self._contexts:
                 cell.cell_contents = context._recreate_cm()
         super().__enter__()
-        self._undo.__enter__()
         self._modes.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._modes.__exit__(*error)
-        self._undo.__exit__(*error)
         for cell, context in self._contexts:
             cell.cell_contents = context
         super().__exit__(*error)

@@ -89,12 +89,6 @@ class PythonState:
             self._note_class(kind)
             self.note_code(getattr(kind, "backward", None))
 
-    def note_classes(self, kind: type) -> None:
-        """Save the attributes of a class of the user's, and of those that it inherits from."""
-        for each in kind.__mro__:
-            if each not in self._classes and not _is_foreign(each):
-                self._note_class(each)
-
     def _note_class(self, kind: type) -> None:
         own = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
         self._classes[kind] = {k: v for k, v in own.items() if not hasattr(v, "__get__")}

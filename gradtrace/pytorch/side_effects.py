@@ -1,24 +1,19 @@
-"""Undoes the side effects of user code that runs once more than it would without gradtrace.
+"""Undoes what the ``torch.autograd.Function``s of the user's change in a pass of gradtrace.
 
-A checkpointed part of a model runs again when it is traced, and a model that is measured runs in
-addition to its training. Batch norms would then count a batch twice, and codebooks and moving
-averages would be updated twice. ``Undo`` intercepts every ATen operation that writes to existing
-memory and copies the old values first; ``WriteLog`` saves Python state (counters, attributes,
-lists) module by module.
+Their ``backward`` runs once more than it would without. ``Undo`` intercepts every ATen operation
+that writes to existing memory and copies the old values first; ``PythonState`` keeps the rest.
 """
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradtrace.pytorch import internals
@@ -26,7 +21,6 @@ from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.global_switches import compiler_loaded
 from gradtrace.pytorch.nested import tensors_in
 from gradtrace.pytorch.python_state import PythonState
-from gradtrace.pytorch.random_state import RandomState, cuda_devices
 
 UNDECLARED_WRITES = frozenset({"running_mean", "running_var"})
 """Arguments that batch norms write to, although their schemas do not say so."""
@@ -85,23 +79,6 @@ class Undo(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: list[tuple[Tensor, Tensor, int | None]] = []
         self._seen: set[object] = set()
         self._fresh: set[int] = set()
-        self.entered = False  # whether code of the user's has run under it
-        self._first: Callable[[], object] | None = None
-
-    def before(self, first: Callable[[], object]) -> None:
-        """Call a function once, before code of the user's runs under it."""
-        self._first = first
-
-    def begin(self) -> None:
-        """Code of the user's is about to run under it."""
-        first, self._first, self.entered = self._first, None, True
-        if first is not None:
-            first()
-
-    def __enter__(self) -> Undo:
-        self.begin()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def ignore(self, tensors: Any) -> None:
         """Do not save what is written to these, which belong to the pass."""
@@ -154,25 +131,10 @@ class _UncompiledUndo(Undo):  # type: ignore[no-untyped-call]
 
 
 class _Active(threading.local):
-    undo: Undo | None = None
-    state: PythonState | None = None  # restored with it
     functions: FunctionLog | None = None
 
 
 _ACTIVE = _Active()
-
-
-def users_code(code: Any = None) -> AbstractContextManager[Any]:
-    """The context for user code that runs during a pass: the ``Undo`` of ``restored``, if any.
-
-    ``code`` is the function that will run, if it is known.
-    """
-    if _ACTIVE.undo is None:
-        return nullcontext()
-    _ACTIVE.undo.begin()
-    if code is not None and _ACTIVE.state is not None:
-        _ACTIVE.state.note_code(code)
-    return _ACTIVE.undo
 
 
 def _memory(tensor: Tensor) -> int:
@@ -181,99 +143,6 @@ def _memory(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return id(tensor)
-
-
-# Python state -------------------------------------------------------------------------------------
-
-
-class WriteLog:
-    """A snapshot of the attributes of a model's modules (also of modules in plain lists) and of the
-    contents of their lists, dictionaries and sets, and of what forward hooks refer to; only with
-    ``structure`` also of the tables of hooks.
-    """
-
-    @paused()
-    def __init__(self, model: nn.Module, *, structure: bool = False) -> None:
-        self._modules: dict[nn.Module, tuple[type, dict[str, Any]]] = {}
-        self.state = PythonState()
-        self._memory: list[tuple[Tensor, Tensor]] = []
-        waiting = [model]
-        while waiting:
-            module = waiting.pop()
-            if module in self._modules:
-                continue
-            self._modules[module] = (type(module), dict(module.__dict__))
-            self.state.note_classes(type(module))
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-                self.state.note_code(hook)
-            for name, value in module.__dict__.items():
-                waiting += _modules_in(value)
-                if structure or not name.endswith("_hooks"):
-                    self._note(value)
-
-    def _note(self, value: Any) -> None:
-        """Save the contents of a container, the state of a generator, the storage of a tensor."""
-        self.state.note((value,))
-        inside = value.values() if isinstance(value, dict) else (value,)
-        for tensor in inside:
-            if isinstance(tensor, Tensor) and not nn.parameter.is_lazy(tensor):
-                self._memory.append((tensor, tensor.detach()))
-                self.state.note_attributes(tensor)
-
-    @paused()
-    def restore(self) -> None:
-        """Restore the snapshot."""
-        for module, (kind, before) in self._modules.items():
-            if type(module) is not kind:
-                continue  # a lazy module that has been initialised
-            now = module.__dict__
-            for name in [name for name in now if name not in before]:
-                del now[name]
-            for name, value in before.items():
-                if name not in now or now[name] is not value:
-                    now[name] = value
-        self.state.restore()
-        for tensor, memory in self._memory:  # x.data = y exchanges the storage of a tensor
-            if tensor.layout is torch.strided and _memory(tensor) != _memory(memory):
-                tensor.data = memory
-
-
-def _modules_in(value: Any) -> list[nn.Module]:
-    if isinstance(value, nn.Module):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (dict, list, tuple, set)):
-        return [each for each in inside if isinstance(each, nn.Module)]
-    return []
-
-
-@contextmanager
-def restored(model: nn.Module, lazily: bool = False) -> Iterator[Undo]:
-    """Restores the model's tensors and its modules' attributes on exit.
-
-    Writes to tensors are undone if they happen under the dispatch mode that this yields, which
-    ``users_code`` activates on this thread. With ``lazily`` the attributes are those of when that
-    is first entered: the model must not be changed otherwise until then.
-    """
-    undo, outer = Undo.new(), (_ACTIVE.undo, _ACTIVE.state)
-    notes: list[WriteLog] = []
-
-    def note() -> None:
-        notes.append(WriteLog(model))
-        _ACTIVE.state = notes[0].state
-
-    _ACTIVE.undo = undo
-    if lazily:
-        undo.before(note)
-    else:
-        note()
-    try:
-        yield undo
-    finally:
-        _ACTIVE.undo, _ACTIVE.state = outer
-        undo.restore()
-        for log in notes if undo.entered else ():  # else others have changed what has changed
-            log.restore()
 
 
 class FunctionLog:
@@ -340,33 +209,7 @@ def function_code(
     """
     log = _ACTIVE.functions
     if log is None:
-        return users_code()
+        return nullcontext()
     log.state.note_function(context, leaves)
-    undo = _ACTIVE.undo or log.undo
-    undo.ignore(grads)
-    return undo
-
-
-@contextmanager
-def same_draws(model: nn.Module) -> Iterator[Callable[[int], None]]:
-    """Restores the random generators of Python, NumPy and PyTorch (of the CPU, and of the GPUs that
-    the model is on) on exit. Yields a function that seeds them.
-    """
-    devices = cuda_devices(model)
-    before = RandomState.now(devices)
-
-    def seed(number: int) -> None:
-        for generator in (
-            torch.default_generator,
-            *(torch.cuda.default_generators[n] for n in devices),
-        ):
-            generator.manual_seed(number)
-        random.seed(number)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(number % (1 << 32))
-
-    try:
-        yield seed
-    finally:
-        before.restore()
+    log.undo.ignore(grads)
+    return log.undo

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradtrace.autodiff.pass_scope import of_training
+from gradtrace.autodiff.pass_scope import backward_runs
 from gradtrace.pytorch.module_calls import Listener, listen
 from gradtrace.training.incident import beginning, unwrapped
 from gradtrace.training.state import State
@@ -59,7 +59,7 @@ class Forwards(Listener):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """The model is called; whether this call is watched."""
-        if not torch.is_grad_enabled() or not of_training():
+        if not torch.is_grad_enabled() or backward_runs():
             return False
         if self.keeps and self.began is None:
             self.began = beginning(self.model)

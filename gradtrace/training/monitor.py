@@ -392,7 +392,7 @@ class Monitor:
                 self.report(self._page)
             except Exception as failure:
                 caution(f"the page was not written: {reason_of(failure)}")
-        if not self._ranks.rank:
+        if self.every is None and not self._ranks.rank:
             places = {"page": self._page, "file": self._log.path}
             where = [f"{what}: {os.fspath(at)}" for what, at in places.items() if at]
             print("; ".join([f"gradtrace: {self.cost}", *where]), file=sys.stderr)
