@@ -54,7 +54,8 @@ def run(steps: str = "150") -> tuple[nn.Module, Loss]:
 
 def tell(model: nn.Module, loss_fn: Loss, trace: Trace) -> tuple[list[Table], str]:
     """The patches, as they lie in the image."""
-    shares = trace.influence("labels", "gradient").shares
+    table = trace.influence("labels")
+    shares = dict(zip(table.names, table.column("weighted")))
     columns = (Column("row"), *(Column(f"column {n}", "share") for n in range(SIDE)))
     each = [shares[f"patch {n}"] for n in range(SIDE**2)]
     rows = tuple((f"{n}", *each[n * SIDE : (n + 1) * SIDE]) for n in range(SIDE))

@@ -403,8 +403,7 @@ def tensor_parallel(rank: int, world: int, folder: Path) -> Iterator[tuple[str, 
     yield "labelled", failure(lambda: labelled(mesh))
     yield "local leaf", failure(lambda: local_leaf(mesh))
     batches = [tokens("decoder").roll(n) for n in range(3)]
-    yield "data set", gt.influence(net, losses, batches, progress=False).to_dict()
-    yield "checkpoint", failure(lambda: gt.influence(net, losses, batches, checkpoint="x"))
+    yield "data set", failure(lambda: gt.influence(net, losses, batches, progress=False))
     yield "monitor", failure(lambda: gt.Monitor(net, every=2))
 
 

@@ -143,7 +143,7 @@ def test_of_some_leaves_and_of_other_components(gpu: NotingGpu) -> None:
     model = Branches()
     for _ in range(5):
         trace = traced(model, torch.randn(5, 4))
-        for kind, of in (("operators", None), (None, "left")):
+        for kind, of in (("operators", None), ("modules", "left")):
             assert trace.influence(kind, of=of) == uncaptured(trace, kind, of)
     assert len(gpu.graphs) == 2 and {row.graphs for row in KEPT.summary().rows} == {2}
 

@@ -291,8 +291,8 @@ def test_memory_that_was_freed_is_refused() -> None:
     for _ in range(2):
         traced(model, lambda: model(x).square().mean()).influence()
     trace = traced(model, lambda: model(x).square().mean())
-    at_once(trace, None)
-    table = table_of(trace, None).table
+    at_once(trace, "modules")
+    table = table_of(trace, "modules").table
     assert table is not None
     read = [each.key for each in table.readings if each.key in trace.program.kept]
     trace.program.kept[read[1]].untyped_storage().resize_(0)
