@@ -72,7 +72,9 @@ def killed(folder: Path, world: int, seconds: float) -> int:
     """Kill one process after so long; how many batches are in the journals then."""
     process, rank = begun(folder, world), random.randrange(world)
     time.sleep(seconds)
-    os.kill(int((folder / f"{rank}.pid").read_text()), signal.SIGKILL)
+    while not (pid := (folder / f"{rank}.pid").read_text()):
+        time.sleep(0.001)
+    os.kill(int(pid), signal.SIGKILL)
     process.wait(LONG)
     return sum(file.read_bytes().count(b'"batch"') for file in folder.glob("journal.rank*"))
 

@@ -39,7 +39,8 @@ def two(groups: dict[int, Ended]) -> Ended:
 
 
 def counts(table: Any) -> list[Any]:
-    return [(row["name"], row["own"], row["unreached"], row["count"]) for row in table["rows"]]
+    rows = Table.from_dict(table)
+    return [(r.name, r.own, r.unreached, r.through, r.eligible) for r in rows]
 
 
 def as_json(found: Any) -> Any:
