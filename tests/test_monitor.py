@@ -257,6 +257,14 @@ def test_parameters_without_a_gradient_are_named() -> None:
             monitor.step(loss_of(other, batches(1)[0]))
 
 
+def test_a_lazy_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with gt.Monitor(model, every=1, folder=tmp_path) as monitor:
+        for _ in range(2):
+            monitor.step(model(torch.randn(5, 4)).square().sum())
+    assert monitor.history.column("note") == ["", ""]
+
+
 def test_a_forward_pass_that_fails_leaves_nothing_behind() -> None:
     model = net()
     with pytest.raises(RuntimeError, match="mat1"), gt.Monitor(model, every=1) as monitor:

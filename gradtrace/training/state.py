@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 State = dict[str, Any]
 
 
 def state_of(model: nn.Module) -> State:
     """A copy of a model's buffers and modes, and of the states of the random generators."""
+    known = ((name, buffer) for name, buffer in model.named_buffers() if not is_lazy(buffer))
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
-        "buffers": {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+        "buffers": {name: buffer.detach().clone() for name, buffer in known},
         "training": {name: module.training for name, module in model.named_modules()},
         "torch": torch.get_rng_state(),
         "cuda": cuda,
