@@ -39,7 +39,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     return Emulator(tmp_path_factory.mktemp("emulated"), found)
 
 
-def compare(built: Emulator, trace: Trace, sample: int = 60, components: Components = "modules") -> bool:
+def compare(
+    built: Emulator, trace: Trace, sample: int = 60, components: Components = "modules"
+) -> bool:
     """Compare paths of a sample; False if no kernel can follow them."""
     chosen = chosen_components(trace, components)
     launched = False
