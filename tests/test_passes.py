@@ -51,15 +51,21 @@ def bits_of(program: Program) -> ComponentBits:
 
 
 def provenance(program: Program, rule: str, storage: Storage = NO_LIMIT) -> list[Any]:
-    """For each leaf the set of every element, and the values where the rule has them."""
+    """For each leaf the set of every element with a path, and the values where the rule has them.
+
+    What set an element without a path is given says nothing: nobody reads it.
+    """
     found: dict[int, tuple[Any, Any]] = {}
     with torch.no_grad():
+        swept = interpreter.run(program, COUNT)
         for leaf, state, _ in traced_leaves(program, rule, bits_of(program), storage):
             state = with_ids(state)
             assert state.ids is not None
             sets = state.provenance.sets()
             values = None if state.value is None else bits(state.value)
-            found[leaf.value] = [sets[n] for n in state.ids.reshape(-1).tolist()], values
+            reached = (swept[leaf.tensor] != 0).reshape(-1).tolist()
+            each = zip(state.ids.reshape(-1).tolist(), reached)
+            found[leaf.value] = [sets[n] if path else None for n, path in each], values
     return [found[leaf.value] for leaf in program.leaves]
 
 
