@@ -329,12 +329,13 @@ def test_elements_of_a_buffer_are_not_listed_at_each_write(
 @pytest.mark.skipif(cpu_library.library() is None, reason="no compiled library")
 @pytest.mark.parametrize(
     ("name", "kind", "first", "second", "later"),
-    [("residual", "modules", 920, 860, 190), ("labelled", "labels", 55, 45, 45)],
+    [("residual", "modules", 950, 890, 195), ("labelled", "labels", 58, 50, 50)],
 )
 def test_a_layer_takes_few_calls(name: str, kind: str, first: int, second: int, later: int) -> None:
     """Of Python and of torch, for influence: a small layer takes as long as they do. For the first
     loss of a structure, for the second, for which the plan is lowered, and for later ones, whose
-    plan is executed in one call.
+    plan is executed in one call. Alone it takes 905, 848 and 169 calls, and 53, 44 and 44; what
+    earlier tests of a process leave adds up to 5%.
     """
     forget()
     work_of(name, 4)  # what is done once in a process
