@@ -175,13 +175,3 @@ def caution(text: str, *more: str) -> None:
         warnings.warn(text, stacklevel=level)
     except Warning:
         print(f"gradtrace: {text}", file=sys.stderr)
-
-
-def check_mergeable(table: object, other: object) -> None:
-    """An error if two tables are not of one kind."""
-    if type(other) is not type(table):
-        mine, theirs = type(table).__name__, type(other).__name__
-        raise GradtraceError(
-            f"{mine} cannot be merged with {theirs}: merge tables that the same call made of other "
-            "losses"
-        )

@@ -35,7 +35,6 @@ from gradtrace.ir.program import Program
 from gradtrace.kernels import backend_of
 from gradtrace.measures.conflicts import Conflicts, checked_terms, compared
 from gradtrace.pytorch.fsdp import ShardedModel
-from gradtrace.recording.record import DENSE_MAX_ENTRIES
 from gradtrace.recording.replay import recorded
 from gradtrace.semirings import SUM, Semiring
 from gradtrace.traced import Trace
@@ -70,14 +69,8 @@ class Session:
         return self.name_table
 
     def graph(self, loss: Tensor) -> Graph:
-        """The computation graph behind the loss, with the module of each operator.
-
-        Args:
-            loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
-                ``retain_graph=True``.
-
-        Returns:
-            The graph, as ``gradtrace.graph`` returns it.
+        """The computation graph behind the loss, with the module of each operator. Arguments are
+        those of ``gradtrace.graph``.
         """
         return build(loss, self.name_table)
 
@@ -92,21 +85,8 @@ class Session:
         schedule: str = "kahn",
         nonfinite: str = "raise",
     ) -> Gradients:
-        """``{name: value}`` for every leaf; see ``gradtrace.backward``.
-
-        Args:
-            loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
-                ``retain_graph=True``.
-            semiring: Replaces (+, ×); see ``gradtrace.semirings``.
-            leaves: Names of the leaves to return; all by default.
-            cotangent: Weights of the elements of a loss that has several, of its shape.
-            schedule: Order in which operators are visited: ``"kahn"``, ``"creation"`` or
-                ``"recursive"``.
-            nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite;
-                ``"raise"`` does not.
-
-        Returns:
-            ``{name: value}``, with the names of the model's parameters.
+        """``{name: value}``, by the names of the model's parameters. Arguments are those of
+        ``gradtrace.backward``.
         """
         if not isinstance(semiring, Semiring):
             raise GradtraceError(
@@ -150,31 +130,11 @@ class Session:
         return {name: each for name, each in gradients.items() if name in names}
 
     @isolated()
-    def trace(
-        self,
-        loss: Tensor,
-        *,
-        rule: str = "greedy",
-        nonfinite: str = "raise",
-        dense_limit: int = DENSE_MAX_ENTRIES,
-    ) -> Trace:
-        """The paths of the loss's gradient; see ``gradtrace.trace``.
-
-        Args:
-            loss: Loss whose graph is still there: before ``loss.backward()``, or after it with
-                ``retain_graph=True``.
-            rule: ``"greedy"``, ``"edge"`` or ``"viterbi"``.
-            nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite;
-                ``"raise"`` does not.
-            dense_limit: The most entries of a matrix that an operator without a rule may be written
-                out as.
-
-        Returns:
-            The trace.
-        """
+    def trace(self, loss: Tensor, *, rule: str = "greedy", nonfinite: str = "raise") -> Trace:
+        """The paths of the loss's gradient. Arguments are those of ``gradtrace.trace``."""
         _one_of("nonfinite", nonfinite, "raise", "allow")
         _one_of("rule", rule, *RULES)
-        found = self._traced(loss, rule, nonfinite, dense_limit)
+        found = self._traced(loss, rule, nonfinite)
         self._warn_of_unwatched(loss)
         found._diagnosis = self._diagnosis_of(loss, found)
         return found
@@ -196,13 +156,7 @@ class Session:
         """The dict of a ``Diagnosis`` of the loss; a session without a forward record has none."""
         return None
 
-    def _traced(
-        self,
-        loss: Tensor,
-        rule: str = "greedy",
-        nonfinite: str = "raise",
-        dense_limit: int = DENSE_MAX_ENTRIES,
-    ) -> Trace:
+    def _traced(self, loss: Tensor, rule: str = "greedy", nonfinite: str = "raise") -> Trace:
         table, hooks = self.name_table, self._hooks
         admit(loss, table)
         if loss.dim() > 1:
@@ -214,7 +168,7 @@ class Session:
             raise NotScalar("the loss is an empty vector; there is nothing to trace")
         seed = torch.ones_like(loss, memory_format=torch.preserve_format).detach()
         keep = kept_gradient_bytes(table, loss.device)
-        program = self._recorded(loss, seed, "kahn", dense_limit, keep)
+        program = self._recorded(loss, seed, "kahn", keep=keep)
         named, aliases = _named([(leaf.tensor, leaf) for leaf in program.leaves], table, loss)
         gradients = LazyGradients({name: leaf.compute for name, leaf in named.items()}, aliases)
         if nonfinite == "raise":
@@ -344,9 +298,9 @@ class Session:
             self._warn_of_unwatched(number, 2)
             return of_scalar(number, inputs, trace, rule, tokens or {})
         run = cast("Callable[..., Tensor]", scalar)
-        given = (run, inputs, self._trace_at(run, rule))
         if integrated is not None:
-            return of_function(*given, rule, integrated, baseline, tokens or {})
+            at = lambda inputs: self._traced_at(run, inputs, rule)[0]  # noqa: E731
+            return of_function(run, inputs, at, rule, integrated, baseline, tokens or {})
         trace, value = self._traced_at(run, inputs, rule)
         return of_scalar(value, inputs, trace, rule, tokens or {})
 
@@ -365,11 +319,6 @@ class Session:
         with torch.enable_grad(), self._again() as session:
             value = function(*at.values())
         return session._input_tracer(value).trace(value, at, rule), value
-
-    def _trace_at(
-        self, function: Callable[..., Tensor], rule: str
-    ) -> Callable[[Mapping[str, Tensor]], Trace]:
-        return lambda inputs: self._traced_at(function, inputs, rule)[0]
 
     def _recorded(self, loss: Tensor, seed: Tensor, *options: Any, **more: Any) -> Program:
         """The program of a loss; the options are those of ``record``."""
@@ -515,14 +464,8 @@ def backward(
     >>> gradtrace.backward(x * x, names={"x": x})
     {'x': tensor(6.)}
     """
-    return Session(names).backward(
-        loss,
-        semiring,
-        leaves=leaves,
-        cotangent=cotangent,
-        schedule=schedule,
-        nonfinite=nonfinite,
-    )
+    how: Any = {"leaves": leaves, "cotangent": cotangent}
+    return Session(names).backward(loss, semiring, **how, schedule=schedule, nonfinite=nonfinite)
 
 
 def trace(
@@ -531,7 +474,6 @@ def trace(
     rule: str = "greedy",
     names: Mapping[str, Tensor] | None = None,
     nonfinite: str = "raise",
-    dense_limit: int = DENSE_MAX_ENTRIES,
 ) -> Trace:
     """Trace the gradient of a loss back to its parameters: along which paths did it come?
 
@@ -566,8 +508,6 @@ def trace(
         names: ``{name: tensor}`` for leaves; others are called leaf0, leaf1, ...
         nonfinite: ``"allow"`` continues where a loss or gradient is NaN or infinite; ``"raise"``
             does not.
-        dense_limit: The most entries of a matrix that an operator without a rule may be written out
-            as.
 
     Returns:
         The trace, which answers ``path``, ``influence``, ``decompose`` and the rest.
@@ -578,9 +518,4 @@ def trace(
     >>> found.path("x").operators
     ['MulBackward0', 'AddBackward0']
     """
-    return Session(names).trace(
-        loss,
-        rule=rule,
-        nonfinite=nonfinite,
-        dense_limit=dense_limit,
-    )
+    return Session(names).trace(loss, rule=rule, nonfinite=nonfinite)

@@ -110,12 +110,6 @@ class Row:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __getstate__(self) -> tuple[dict[str, int], tuple[Any, ...]]:
-        return dict(self._places), self.values
-
-    def __setstate__(self, state: tuple[dict[str, int], tuple[Any, ...]]) -> None:
-        self._places, self.values = state
-
     def __repr__(self) -> str:
         shown = ((name, self.values[at]) for name, at in self._places.items())
         cells = (f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v!r}" for k, v in shown)
@@ -347,10 +341,7 @@ class Table:
 
     def to_pandas(self) -> Any:
         """A ``pandas.DataFrame`` with a row for each row, and all columns."""
-        try:
-            pandas = import_module("pandas")
-        except ImportError as error:
-            raise GradtraceError(needs("to_pandas()", "pandas")) from error
+        pandas = _imported("pandas", "to_pandas()")
         return pandas.DataFrame({column.name: self.column(column.name) for column in self.columns})
 
     def plot(self, by: str | None = None, *, most: int = 20, ax: Any = None) -> Any:
@@ -364,23 +355,20 @@ class Table:
         Returns:
             matplotlib's ``Axes``.
         """
-        try:
-            pyplot = import_module("matplotlib.pyplot")
-        except ImportError as error:
-            raise GradtraceError(needs("plot()", "matplotlib")) from error
+        pyplot = _imported("matplotlib.pyplot", "plot()")
         name = self._plotted() if by is None else by
         at = self._place(name)
         if self.columns[at].kind == "text":
             raise GradtraceError(f"column {name!r} holds texts; plot {self._plotted()!r}")
         rows = [row for row in self.rows if not _missing(row.values[at])]
-        shown, places = rows[: max(most, 1)], range(min(len(rows), max(most, 1)))
-        after = [f"± {name}"] if f"± {name}" in (c.name for c in self.columns) else []
-        errors = [[x if isfinite(x) else 0.0 for x in (r[e] for r in shown)] for e in after]
+        shown = rows[: max(most, 1)]
+        known = f"± {name}" in (c.name for c in self.columns)
+        errors = [_drawn(row[f"± {name}"]) for row in shown] if known else None
         if ax is None:
             height = 1.2 + 0.28 * len(shown)
             ax = pyplot.subplots(figsize=(7, height), layout="constrained")[1]
-        widths = [x if isfinite(x) else 0.0 for x in (float(row.values[at]) for row in shown)]
-        ax.barh(places, widths, height=0.7, xerr=errors[0] if errors else None)
+        places, widths = range(len(shown)), [_drawn(float(row.values[at])) for row in shown]
+        ax.barh(places, widths, height=0.7, xerr=errors)
         texts = [n for n, c in enumerate(self.columns) if c.kind == "text"] or [0]
         labels = ["  ".join(printable(row.values[n]) for n in texts[:2]) for row in shown]
         ax.set_yticks(places, [_brief(label, CELL_WIDTH).replace("$", r"\$") for label in labels])
@@ -538,6 +526,19 @@ def _plain(row: tuple[Any, ...]) -> tuple[Any, ...]:
 def _plain_number(value: Any) -> Any:
     """The number in a zero-dimensional tensor or array; anything else unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def _imported(module: str, what: str) -> Any:
+    """A module of a package that only ``what`` needs."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise GradtraceError(needs(what, module.partition(".")[0])) from error
+
+
+def _drawn(value: float) -> float:
+    """The length of a bar: 0 for what is not finite."""
+    return value if isfinite(value) else 0.0
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from math import nan
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -104,14 +104,6 @@ class Trace(TracedProgram):
             )
         return path
 
-    @overload
-    def paths(
-        self, name: str, index: int | Sequence[int] | None = None, *, k: int = 5, pair: int = 0
-    ) -> Paths: ...
-    @overload
-    def paths(
-        self, name: str | None = None, *, sample: int, seed: int = 0, pair: int = 0
-    ) -> Paths: ...
     @isolated()
     def paths(
         self,

@@ -274,7 +274,7 @@ def test_sparse_gradients() -> None:
 def test_too_large() -> None:
     net = Net(Apply(torch.linalg.matrix_exp))
     watch, loss = watched(net, 3, 3)
-    with pytest.raises(TooLarge, match=r"\(in middle\).*dense_limit"):
+    with pytest.raises(TooLarge, match=r"\(in middle\).*too many"):
         programs.of(watch)(loss, dense_limit=4)
     programs.of(watch)(loss)
 

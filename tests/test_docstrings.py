@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pydoc
 import re
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ import gradtrace
 DOCS = Path(gradtrace.__file__).parent.parent / "docs"
 DIRECTIVE = re.compile(r"\.\. auto(function|class):: ([\w.]+)(\(\))?((?:\n   :.*)*)")
 SECTION = re.compile(r"^(Args|Returns|Yields):\n((?: {4}.*\n?|\n)+)", re.MULTILINE)
+REFERENCE = re.compile(r"Arguments are\s+those of\s+``([\w.]+)``")
 ENTRY = re.compile(r"^ {4}(\w+): \S", re.MULTILINE)
 
 
 def resolved(name: str) -> Any:
     """What a dotted name means: names of the package first, then those of its modules."""
     parts = name.split(".")
-    if len(parts) == 2:
-        return getattr(gradtrace, parts[1])
-    return getattr(import_module(".".join(parts[:-1])), parts[-1])
+    return getattr(gradtrace, parts[1]) if len(parts) == 2 else pydoc.locate(name)
 
 
 def members(kind: type, options: str) -> list[str]:
@@ -68,8 +67,12 @@ def sections(it: Callable[..., Any]) -> dict[str, str]:
 
 
 def missing(it: Callable[..., Any]) -> list[str]:
-    """Parameters that are not described, those described that are none, and the result."""
+    """Parameters that are not described, those described that are none, and the result; a method
+    may refer to a function that has its parameters, and more.
+    """
     told, taken = sections(it), parameters(it)
+    if other := REFERENCE.search(it.__doc__ or ""):
+        return [name for name in taken if name not in parameters(resolved(other[1]))]
     entries = ENTRY.findall(told.get("Args", ""))
     found = [name for name in taken if name not in entries]
     if not inspect.isclass(it):

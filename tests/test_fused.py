@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,7 +145,8 @@ def test_recurrent_layers_on_a_gpu_need_no_matrices(
     with gt.watch(model) as watch:
         found = model(x if "Cell" in kind.__name__ else x.expand(7, 4, 6))
         loss = sum(y.float().square().mean() for y in flat(found))
-    trace = watch.trace(loss, dense_limit=0)
+    programs.of(watch)(loss, dense_limit=0)
+    trace = watch.trace(loss)
     names, weights = zip(*model.named_parameters())
     wanted = torch.autograd.grad(loss, weights)
     for name, theirs in zip(names, wanted):
@@ -165,7 +167,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, masked: bool, causal: bool) -> None:
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     loss = out.float().square().mean()
     given = {"q": q, "k": k, "v": v}
-    trace = gt.trace(loss, names=given, dense_limit=0)
+    programs.program(loss, names=given, dense_limit=0)
+    trace = gt.trace(loss, names=given)
     for name, theirs in zip(given, torch.autograd.grad(loss, [*given.values()])):
         close(trace.gradients[name], theirs)
     assert trace.influence("operators").rows

@@ -80,14 +80,8 @@ class Saved:
         training: Run | None = None,
         attribution: Graph | None = None,
     ) -> None:
-        """Write one HTML file that shows the trace in a browser; see ``Trace.report``. Its top
-        paths are those of the saved sample.
-
-        Args:
-            path: File to write.
-            name: Title of the page.
-            training: The tables of a run, which is then shown, too; see ``Trace.report``.
-            attribution: Graph to show in a tab of its own: ``watch.attribute(...).graph()``.
+        """Write one HTML file that shows the trace in a browser. Its top paths are those of the
+        saved sample. Arguments are those of ``gradtrace.traced.Trace.report``.
         """
         write_page(path, self._view, name, training, attribution)
 

@@ -257,7 +257,7 @@ def too_large(call: Call, rows: int, columns: int) -> str:
     """The error message for a matrix that exceeds the limit."""
     return (
         f"{call.name} has no structured rule, and as a matrix it has {rows:,} x {columns:,} "
-        "entries; raise dense_limit"
+        "entries, which are too many: use a smaller input, or write it with other operators"
     )
 
 
