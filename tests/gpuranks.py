@@ -64,7 +64,7 @@ def sharded(device: str) -> Iterator[tuple[str, object]]:
         fully_shard(block, mesh=mesh)
     yield "fsdp", gt.influence(net, mean, loader()).to_dict()
     yield "fsdp is sharded", all(hasattr(p, "full_tensor") for p in net.parameters())
-    with apart(net), gt.watch(net) as watch:
+    with torch.random.fork_rng(), apart(net), gt.watch(net) as watch:  # dropout draws
         traced = watch.trace(losses(net, next(iter(loader()))).sum()).influence()
     yield "fsdp gathered", traced.to_dict()
     losses(net, next(iter(loader()))).sum().backward()  # type: ignore[no-untyped-call]

@@ -123,7 +123,6 @@ def test_a_model_in_ddp(backend: str, device: str, runs: Runs) -> None:
     assert found["ddp goes on"] == pytest.approx(trained(device), rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.xfail(reason="gradients after a gathered trace differ; not found out yet")
 @pytest.mark.parametrize(("backend", "device"), WAYS)
 def test_a_sharded_model(backend: str, device: str, runs: Runs) -> None:
     (found,) = runs(backend, device, 1)
