@@ -161,10 +161,6 @@ class Constants:
         return known
 
 
-MAX_DERIVED = 4
-"""Of so many programs that are made of one facts are kept, such as those of some rows of leaves."""
-
-
 @dataclass(eq=False)
 class ProgramFacts:
     """What follows from the structure of a program, found when asked for. Programs that were
@@ -177,14 +173,6 @@ class ProgramFacts:
     step_bytes: tuple[int, int] | None = None  # gradtrace.ir.memory.step_bytes
     streaming_bytes: dict[Hashable, int] = field(default_factory=dict)  # ir.memory.streaming
     rescaled_often: dict[float, int] = field(default_factory=dict)  # by power: ir.rescaling
-    derived: dict[Hashable, ProgramFacts] = field(default_factory=dict)
-    # of programs that passes make of it, by all that these depend on beside the structure
-
-    def of_derived(self, key: Hashable) -> ProgramFacts:
-        """The facts of a program that is made of this one; a few are kept."""
-        if key not in self.derived and len(self.derived) >= MAX_DERIVED:
-            self.derived.clear()
-        return self.derived.setdefault(key, ProgramFacts())
 
 
 @dataclass

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -88,16 +87,6 @@ def library() -> ctypes.CDLL | None:
         reason,
     )
     return None
-
-
-def brief(name: str) -> Any:
-    """A function of the library for short calls: it keeps the interpreter's lock, and takes ctypes
-    objects of the right types. None if the library has none of this name.
-    """
-    found = library()
-    if found is None or not hasattr(found, f"gradtrace_{name}"):
-        return None
-    return ctypes.PyDLL(found._name)[f"gradtrace_{name}"]
 
 
 def _declare(found: ctypes.CDLL) -> None:

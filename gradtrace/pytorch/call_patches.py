@@ -49,15 +49,6 @@ def _patch_when_instantiated(init: Forward) -> Forward:
     return observed_call
 
 
-def unpatched(kind: type) -> dict[str, Any]:
-    """What a class itself defines, without what is put on it here."""
-    found = dict(vars(kind))
-    for name, (before, value) in PATCHES[kind].put.items() if kind in PATCHES else ():
-        if found.get(name) is value:
-            found[name] = before
-    return {name: value for name, value in found.items() if value is not MISSING}
-
-
 class Patch:
     """The changes to a class while an instance of it has a listener."""
 

@@ -198,16 +198,6 @@ def versions_can_be_set() -> None:
     _equal(x._version, before, "the version that was set")
 
 
-def is_vmapped(tensor: torch.Tensor) -> bool:
-    """Whether ``torch.vmap`` hides a dimension of this tensor."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the version counter of a tensor, as it was before writes that were undone."""
     setter: Any = torch._C._autograd._unsafe_set_version_counter

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, NotLinear
+from gradtrace.errors import GradtraceError
 from gradtrace.recording.aten_rules import as_real, shape_of
 from gradtrace.recording.dispatch import close
 
@@ -87,23 +87,6 @@ def single(
         return as_real(out)
 
     return function
-
-
-def check_additive(
-    f: Formula,
-    grads: Sequence[Tensor | None],
-    outs: Sequence[Tensor | None],
-    reason: str,
-) -> None:
-    """Check ``f(g + r) = f(g) + f(r)`` for a random r; raise ``NotLinear(reason)`` otherwise."""
-    noise = [None if g is None else torch.randn_like(g) for g in grads]
-    both = [None if g is None or r is None else g + r for g, r in zip(grads, noise)]
-    for out, noise_out, combined in zip(outs, f(noise), f(both)):
-        if out is None or noise_out is None or combined is None:
-            continue
-        size = float(noise_out.abs().amax()) if noise_out.numel() else 0.0
-        if not close(as_real(out + noise_out), as_real(combined), 1e-3 * size):
-            raise NotLinear(reason)
 
 
 def shape_size(x: Tensor) -> int:

@@ -26,7 +26,6 @@ from gradtrace.tracing.followed import (
     drawn_sample,
     ends_of,
     follow_elements,
-    follow_paths,
 )
 from gradtrace.tracing.rules import RULES
 from gradtrace.tracing.traced_program import TracedProgram
@@ -85,13 +84,6 @@ def coverage_of(traced: TracedProgram, sample: int, seed: int) -> Table:
         about["sampled"] = sample
     notes = [*_notes(found.part), *_agreement(followed)]
     return Table(f"Coverage ({traced.rule})", COLUMNS, tuple(rows), tuple(notes), about)  # type: ignore[arg-type]
-
-
-def median_of(traced: TracedProgram, sample: int, seed: int = 0) -> float:
-    """The median of the part of the gradient that paths carry; nan if there are none."""
-    drawn = drawn_sample(traced, sample, seed, 1)
-    found = parts_of(traced, (follow_paths(traced, some, pair) for pair, some in drawn))
-    return float(_row("", found.part)[2])
 
 
 def parts_of(traced: TracedProgram, followed: Iterator[FollowedPaths]) -> Parts:

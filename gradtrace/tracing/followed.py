@@ -120,12 +120,6 @@ def follow_elements(
     return FollowedElements(pair, drawn, forest)
 
 
-def follow_sample(traced: TracedProgram, sample: int, seed: int) -> Iterator[FollowedElements]:
-    """Follow the paths of ``sample`` random elements, element by element."""
-    for pair, drawn in drawn_sample(traced, sample, seed):
-        yield follow_elements(traced, drawn, pair)
-
-
 def drawn_sample(
     traced: TracedProgram, sample: int, seed: int, max_losses: int = MAX_LOSSES
 ) -> Iterator[tuple[int, dict[int, Tensor]]]:

@@ -106,16 +106,6 @@ def table_of(found: Counted, about: Mapping[str, Any], notes: Sequence[str] = ()
     return Table(title, columns, tuple(rows), every, about)  # type: ignore[arg-type]
 
 
-def by_information(table: Table) -> Table:
-    """The rows of a table of influence by information, ``eligible × entropy of the share``, the
-    largest first; then those without parameters of their own; last those in series. Branches stay
-    beside those of their fork.
-    """
-    if table.about["by"] == "forks":
-        return table
-    return replace(table, rows=tuple(sorted(table.rows, key=lambda row: _rank(row.values))))
-
-
 def _rank(values: Sequence[Any]) -> tuple[bool, bool, float]:
     """Where a row of these values comes; the last are own, choice and the two sums."""
     _, _, eligible, share, *_, own, choice, _, _ = values

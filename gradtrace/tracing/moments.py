@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 from hashlib import sha256
@@ -157,15 +157,6 @@ class Moments:
     def numbers(self) -> tuple[Fraction, ...]:
         """The arguments of ``Moments``: the five sums, and five more if elements were sampled."""
         return self.parts() + (self.sampling or ())
-
-    def to_json(self) -> list[list[int]]:
-        """``numbers`` as [numerator, denominator]."""
-        return [[number.numerator, number.denominator] for number in self.numbers()]
-
-    @classmethod
-    def from_json(cls, pairs: Iterable[Sequence[int]]) -> Moments:
-        """The inverse of ``to_json``."""
-        return cls(*(Fraction(*pair) for pair in pairs))
 
     @property
     def sums(self) -> tuple[float, float]:
