@@ -149,7 +149,7 @@ print((told("VmHWM") - before) // found[0].nbytes)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="no peak to reset")
 @UNSANITIZED
 def test_a_large_softmax_is_computed_some_rows_at_a_time() -> None:
-    assert attention_in_max(3000, pieces=True) < 4 < attention_in_max(3000, pieces=False)
+    assert attention_in_max(2000, pieces=True) < 4 < attention_in_max(2000, pieces=False)
 
 
 def test_this_machine_tells_how_much_is_free() -> None:
@@ -162,7 +162,7 @@ def test_gradients_are_kept_within_bounds() -> None:
     """Recording keeps what it computed anyway, in no more memory than the leaves have."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200)))  # 3.3 MB of parameters
     with gt.watch(model) as watch:
-        loss = model(torch.randn(2000, 64)).square().mean()  # 0.5 MB a layer
+        loss = model(torch.randn(600, 64)).square().mean()  # 0.15 MB a layer
     kept = watch.trace(loss).program.kept
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.values()}
     leaves = sum(p.nbytes for p in model.parameters())
