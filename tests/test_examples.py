@@ -67,7 +67,7 @@ def test_the_command_line_takes_over(name: str, tmp_path: Path) -> None:
     sys.modules.pop("stage", None)
     assert result.exit_code == 0, result.stderr
     data = json.loads(result.stdout)
-    assert data["report"] == str(page) and page.stat().st_size > 50_000
+    assert page.stat().st_size > 50_000
     rows = data["influence"]["rows"]
     shares = [row["share"] for row in rows if row["share"] != "nan"]
     assert shares and all(0 <= share <= 1 for share in shares)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Exit, Option
+from typer import Option
 
 from gradtrace.cli.app import FAILED, app, examples
-from gradtrace.cli.output import Json, records, working, write, write_json
-from gradtrace.cli.script import Arguments, Script, script_function
+from gradtrace.cli.output import Json, progress, records, write, write_json
+from gradtrace.cli.script import Arguments, loaded, script_function
 
-WHAT = "A function that returns (model, loss_fn), in any order; loss_fn is called many times."
+WHAT = "A function that returns (model, loss_fn); loss_fn is called many times."
 
 
 @app.command(
@@ -29,18 +29,19 @@ def check(
     seed: Annotated[int, Option(help="For the sample and for dropout.")] = 0,
     tolerance: Annotated[float, Option(help="The relative error allowed.")] = 1e-4,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Compare gradients with differences of the loss; exit code 1 if one is wrong."""
     import gradtrace
-    from gradtrace.cli.returned import model_and_loss_fn
+    from gradtrace.cli.returned import parts
 
-    wanted = Script.of(target, args)
-    with working(f"running {wanted.name}") as begin, wanted.running() as script:
-        model, loss_fn = model_and_loss_fn(wanted.call(script), wanted.name)
-        begin("checking")
-        found = gradtrace.check(model, loss_fn, sample=sample, seed=seed, tolerance=tolerance)
+    with loaded(target, args) as (call, _):
+        found = parts(call(), target, ("model", "loss_fn"))
+        progress("checking")
+        table = gradtrace.check(
+            found["model"], found["loss_fn"], sample=sample, seed=seed, tolerance=tolerance
+        )
     if as_json:
-        write_json({"ok": found.ok, **records(found)})
+        write_json({"ok": table.ok, **records(table)})
     else:
-        write(found.text(None))
-    raise Exit(0 if found.ok else FAILED)
+        write(table.text(None))
+    return 0 if table.ok else FAILED

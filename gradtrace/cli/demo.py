@@ -8,12 +8,10 @@ from typing import Annotated
 from typer import Option
 
 from gradtrace.cli.app import app, examples
-from gradtrace.cli.output import Json, write, write_json, write_table
-from gradtrace.errors import GradtraceError
-from gradtrace.table import Column, Table
+from gradtrace.cli.output import Json, records, write, write_json, write_table
 
 
-@app.command(epilog=examples("gradtrace demo", "gradtrace demo --out out/demo.html --json"))
+@app.command(epilog=examples("gradtrace demo", "gradtrace demo --out demo.html --json"))
 def demo(
     out: Annotated[Path, Option(help="The HTML file to write.")] = Path("gradtrace-demo.html"),
     as_json: Json = False,
@@ -21,17 +19,13 @@ def demo(
     """Find bugs that were planted in a small network."""
     from gradtrace.cli.planted import look
 
-    if out.is_dir():
-        raise GradtraceError(f"--out {str(out)!r} is a folder: give the name of a file to write")
-    found = look()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    found.trace.report(out)
+    table, trace, diagnosis = look()
+    trace.report(out)
     if as_json:
-        rows = [row._asdict() for row in found.rows]
-        write_json({"planted": rows, "diagnosis": found.diagnosis.to_dict(), "report": str(out)})
+        rows = records(table)["rows"]
+        write_json({"planted": rows, "diagnosis": diagnosis.to_dict(), "report": str(out)})
         return
-    right = sum(row.found.startswith(row.planted) for row in found.rows)
-    write(f"gradtrace found {right} of the {len(found.rows)} things that were planted.")
-    columns = tuple(map(Column, ("question", "planted", "found", "seen")))
-    write_table(Table("", columns, tuple(found.rows)), len(found.rows))  # type: ignore[arg-type]
+    right = sum(row["found"].startswith(row["planted"]) for row in table)
+    write(f"gradtrace found {right} of the {len(table)} things that were planted.")
+    write_table(table, len(table))
     write(f"The report of this network is in {out}")

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from typer import Exit
-
 from gradtrace.cli.app import FAILED, app, examples
-from gradtrace.cli.output import Json, working, write, write_json
-from gradtrace.cli.script import Arguments, Script, script_function
+from gradtrace.cli.output import Json, progress, write, write_json
+from gradtrace.cli.script import Arguments, loaded, script_function
 
-What = Annotated[
-    str,
-    script_function(
-        "A function that returns a loss, a model and its loss, or (model, loss_fn); an optimiser "
-        "beside them is looked at, too."
-    ),
-]
+WHAT = (
+    "A function that returns a loss, a model and its loss, or (model, loss_fn); an optimiser "
+    "beside them is looked at, too."
+)
 
 
 @app.command(
@@ -26,20 +21,21 @@ What = Annotated[
         "where train.py has: def loss(size='base', layers='2'): ... return model, loss, optimizer",
     )
 )
-def diagnose(target: What, args: Arguments = None, as_json: Json = False) -> None:
-    """Find parameters without a gradient, NaN and their causes, with the lines of the script; exit
-    code 1 if something is found.
+def diagnose(
+    target: Annotated[str, script_function(WHAT)], args: Arguments = None, as_json: Json = False
+) -> int:
+    """Find parameters without a gradient, NaN and their causes; exit code 1 if there are any.
+
+    What is found comes with the lines of the script that are to be changed.
     """
     from gradtrace.cli.returned import watched
-    from gradtrace.pytorch.global_switches import uncompiled
 
-    wanted = Script.of(target, args)
-    with working(f"running {wanted.name}") as begin, uncompiled(), wanted.running() as script:
-        seen = watched(lambda: wanted.call(script), wanted.name, vars(script), diagnose=True)
-        begin("diagnosing")
-        found = seen.watch.diagnose(seen.loss, optimizer=seen.optimizers)
+    with loaded(target, args) as (call, known):
+        loss, watch, optimizers = watched(call, target, known, diagnose=True)
+        progress("diagnosing")
+        found = watch.diagnose(loss, optimizer=optimizers)
     if as_json:
         write_json(found.to_dict())
     else:
         write(found)
-    raise Exit(0 if found.healthy else FAILED)
+    return 0 if found.healthy else FAILED

@@ -8,19 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from typer import Exit, Option
+from typer import Option
 
 from gradtrace.cli.app import INTERRUPTED, app, examples
 from gradtrace.cli.output import Json, Top, records, write_json, write_table
-from gradtrace.cli.script import Arguments, Script, script_function
+from gradtrace.cli.script import Arguments, loaded, script_function
 
 KINDS = ("modules", "layers", "heads", "experts", "steps", "forks", "labels", "operators")
-
-
-def kinds(incomplete: str) -> list[str]:
-    """Shell completion."""
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
-
 
 Rule = Annotated[
     Literal["greedy", "edge", "viterbi"],
@@ -33,8 +27,7 @@ By = Annotated[
     list[str] | None,
     Option(
         help=f"Components: {', '.join(KINDS)}; or a name or pattern; or a group: "
-        "NAME=PATTERN,PATTERN. May be given again.",
-        autocompletion=kinds,
+        "NAME=PATTERN,PATTERN. May be given again."
     ),
 ]
 Of = Annotated[
@@ -81,23 +74,23 @@ def influence(
     key: Annotated[str, Option(help="Names the data in the journal.")] = "",
     top: Top = 20,
     as_json: Json = False,
-) -> None:
+) -> int:
     """Measure influence over a data set; under torchrun, many processes do it together."""
     import gradtrace
-    from gradtrace.cli.returned import model_loss_fn_loader
+    from gradtrace.cli.returned import parts
 
-    wanted = Script.of(target, args, journal)
-    with _ranks() as first, wanted.running() as script:
-        parts = model_loss_fn_loader(wanted.call(script), wanted.name)
+    with _ranks() as first, loaded(target, args, journal) as (call, _):
+        found = parts(call(), target, ("model", "loss_fn", "loader"))
         table = gradtrace.influence(
-            *parts, by=components(by), of=of or None, rule=rule, sample=sample or "auto",
-            seed=seed, per_sample=per_sample, journal=journal, key=key,
+            found["model"], found["loss_fn"], found["loader"], by=components(by), of=of or None,
+            rule=rule, sample=sample or "auto", seed=seed, per_sample=per_sample, journal=journal,
+            key=key,
         )  # fmt: skip
     if first and as_json:
-        write_json({**records(table), "journal": journal and str(journal)})
+        write_json(records(table))
     elif first:
         write_table(table, top)
-    raise Exit(INTERRUPTED if table.about.get("interrupted") else 0)
+    return INTERRUPTED if table.about.get("interrupted") else 0
 
 
 def components(given: Sequence[str] | None) -> Any:

@@ -1,14 +1,13 @@
-"""Output of commands: tables, JSON, remarks, progress; all text is made printable here."""
+"""Output of commands: tables, JSON, remarks; all text is made printable here."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -21,10 +20,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else
 Top = Annotated[int, typer.Option(help="Show so many rows of a table.", min=1)]
 
 
-def write(text: object) -> None:
-    """Print lines on stdout."""
+def write(text: object, file: TextIO | None = None) -> None:
+    """Print lines on stdout, or to a file."""
     for line in str(text).split("\n"):
-        print(printable(line))
+        print(printable(line), file=file)
 
 
 def write_table(table: Table, top: int) -> None:
@@ -55,34 +54,7 @@ def say(line: str) -> None:
         print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
 
 
-@contextmanager
-def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done on stderr, if that is a terminal; call it to begin another task."""
-    from rich.console import Console
-
-    colours = None if os.environ.get("NO_COLOR") else "auto"
-    console = Console(file=sys.stderr, color_system=colours)  # type: ignore[arg-type]
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda what: None
-        return
-    with console.status(printable(what)) as status:
-        yield lambda what: status.update(printable(what))
-
-
-@contextmanager
-def stdout_is_stderr() -> Iterator[None]:
-    """Send file descriptor 1 to stderr, so that what a user's script, its processes and C code
-    print does not mix with our results.
-    """
-    try:
-        sys.stdout.flush()
-        kept = os.dup(1)
-    except OSError:  # closed
-        yield
-        return
-    try:
-        os.dup2(2, 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+def progress(what: str) -> None:
+    """Say what is being done, if somebody watches."""
+    if sys.stderr.isatty():
+        say(f"gradtrace: {what} …")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradtrace.diagnosis import Diagnosis, Reason
+from gradtrace.table import Column, Table
 from gradtrace.traced import Trace
 from gradtrace.watching import watch
 
@@ -54,25 +53,12 @@ QUESTIONS = {
 }
 
 
-class Finding(NamedTuple):
-    """A question, the module in which the answer was planted, the one that was found, and why."""
-
-    question: str
-    planted: str
-    found: str
-    seen: str
+COLUMNS = ("question", "planted", "found", "seen")
 
 
-class Look(NamedTuple):
-    """What was found in the network, and with what."""
-
-    rows: list[Finding]
-    trace: Trace
-    diagnosis: Diagnosis
-
-
-def look() -> Look:
-    """Train the network for a moment, diagnose it, and ask which view its gradient comes through.
+def look() -> tuple[Table, Trace, Diagnosis]:
+    """Train the network for a moment, diagnose it, and ask which view its gradient comes through:
+    each question with what was planted and what was found, and what it was found with.
 
     The caller's random numbers stay as they are.
     """
@@ -87,12 +73,12 @@ def look() -> Look:
     shares = trace.decompose([f"views.{name}" for name in VIEWS]).shares
     best = max(shares, key=lambda name: shares[name])
     seen = f"{shares[best]:.0%} of the embedding's gradient comes through it"
-    rows = [Finding("Which view of the text is the answer in?", "views.third", best, seen)]
+    rows = [("Which view of the text is the answer in?", "views.third", best, seen)]
     for question, (module, reason) in QUESTIONS.items():
         silent = next((each for each in diagnosis.silent if each.reason == reason), None)
         found, seen = (silent.module, f"{reason} {silent.line}") if silent else ("", "not found")
-        rows.append(Finding(question, module, found, seen.strip()))
-    return Look(rows, trace, diagnosis)
+        rows.append((question, module, found, seen.strip()))
+    return Table("", tuple(map(Column, COLUMNS)), tuple(rows)), trace, diagnosis  # type: ignore[arg-type]
 
 
 def step(model: nn.Module) -> None:

@@ -11,8 +11,8 @@ from typer import Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.influence import By, Of, Rule, Sample, Seed, components
-from gradtrace.cli.output import Json, Top, records, working, write, write_json, write_table
-from gradtrace.cli.script import Arguments, Script, script_function
+from gradtrace.cli.output import Json, Top, progress, records, write, write_json, write_table
+from gradtrace.cli.script import Arguments, loaded, script_function
 from gradtrace.errors import GradtraceError, UnknownName, not_one_of
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ MEASURES = ("decompose", "mass", "coverage", "norms")
 LossFunction = Annotated[
     str,
     script_function(
-        "A function that returns a loss, a model and a loss, or (model, loss_fn), in any order; "
-        "with the model, modules have the names that it has for them."
+        "A function that returns a loss, a model and a loss, or (model, loss_fn); with the model, "
+        "modules have the names that it has for them."
     ),
 ]
 Elements = Annotated[
@@ -37,10 +37,9 @@ Elements = Annotated[
         "path from any element. May be given again.",
     ),
 ]
-Measured = Annotated[
+Measures = Annotated[
     list[str] | None,
     Option(
-        "--measure",
         metavar="NAME",
         help="Measure more. decompose: the gradient through each component, exactly and with its "
         "sign; mass: the share of all paths by |weight|; coverage: what part of its gradient a "
@@ -67,7 +66,7 @@ def trace(
     sample: Sample = None,
     seed: Seed = 0,
     path: Elements = None,
-    measure: Measured = None,
+    measure: Measures = None,
     top: Top = 20,
     save: Annotated[Path | None, Option(help="Save the trace, for gradtrace.load.")] = None,
     report: Annotated[Path | None, Option(help="Write a report, one HTML file.")] = None,
@@ -75,62 +74,49 @@ def trace(
 ) -> None:
     """Trace the gradient of a loss: through which parts of the model does it come?"""
     from gradtrace.cli.returned import watched
-    from gradtrace.pytorch.global_switches import uncompiled
 
     chosen, elements = components(by), [element(text) for text in path or ()]
     for name in measure or ():
         if name not in MEASURES:
             raise UnknownName(not_one_of("--measure", name, MEASURES))
-    wanted = Script.of(target, args, save, report)
-    with working(f"running {wanted.name}") as begin, uncompiled(), wanted.running() as script:
-        kept = save is not None or report is not None  # what is wrong stands first there
-        seen = watched(lambda: wanted.call(script), wanted.name, vars(script), diagnose=kept)
-        begin("tracing")
-        found = seen.watch.trace(seen.loss, rule=rule)
-        paths = [_path(found, *each) for each in elements]
+    with loaded(target, args, save, report) as (call, known):
+        kept = bool(save or report)  # what is wrong stands first there
+        loss, watch, _ = watched(call, target, known, diagnose=kept)
+        progress("tracing")
+        found = watch.trace(loss, rule=rule)
         tables = {
             "influence": found.influence(chosen, of=of or None, sample=sample or "auto", seed=seed)
         }
         for name in measure or ():
-            begin(f"measuring {name}")
-            tables[name] = _measured(found, name, chosen)
+            progress(f"measuring {name}")
+            asked = (chosen,) if name in ("decompose", "mass") else ()
+            tables[name] = getattr(found, name)(*asked)
+        paths = [_path(found, *each) for each in elements]
         for write_file, file in ((found.save, save), (found.report, report)):
             if file is not None:
-                begin(f"writing {file}")
+                progress(f"writing {file}")
                 write_file(file)
     if as_json:
-        files = {"save": save and str(save), "report": report and str(report)}
-        write_json(_data(found, tables, paths) | files)
+        write_json(_data(found, tables, paths))
         return
     write(found)
     for table in tables.values():
         write_table(table, top)
     for each in paths:
         write(each)
-    for file in filter(None, (save, report)):
-        write(f"Written: {file}")
-
-
-def _measured(found: Trace, name: str, by: Any) -> Table:
-    if name in ("coverage", "norms"):
-        table: Table = getattr(found, name)()
-    else:
-        table = getattr(found, name)(by)
-    return table
 
 
 def element(text: str) -> tuple[str, tuple[int, ...] | None]:
-    """Parse ``weight[23,3]``, ``weight[23][3]`` or ``weight``: the name of a leaf, and an index.
+    """Parse ``weight[23,3]`` or ``weight``: the name of a leaf, and an index.
 
     >>> element("embed.weight[23,3]"), element("bias")
     (('embed.weight', (23, 3)), ('bias', None))
     """
-    found = re.fullmatch(r"(.*?)((?:\[[-\d\s,]*\])*)", text, flags=re.DOTALL)
-    name, index = found.groups() if found else ("", "")
-    if not name or name.endswith("]") or not re.fullmatch(r"[^\[\]]*", name):
+    found = re.fullmatch(r"([^\[\]]+)(\[[-\d\s,]*\])?", text)
+    if not found:
         raise GradtraceError(f"--path {text!r}: write NAME or NAME[INDEX], as weight[23,3]")
-    numbers = tuple(int(number) for number in re.findall(r"-?\d+", index))
-    return name, numbers if index else None
+    name, index = found.groups()
+    return name, tuple(map(int, re.findall(r"-?\d+", index))) if index else None
 
 
 def _path(traced: Trace, name: str, index: tuple[int, ...] | None) -> GradientPath:
