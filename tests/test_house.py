@@ -38,19 +38,19 @@ OLD_ENGINE = (
 
 PARTS: dict[str, tuple[tuple[str, ...], int, int]] = {
     # part: folders or files, lines now, lines at most
-    "package, Python": (("gradtrace/**/*.py",), 56_073, 28_000),
-    "engine": (tuple(f"gradtrace/{room}/**/*.py" for room in OLD_ENGINE), 47_250, 51_300),
-    "top floor": (("gradtrace/*.py",), 2_756, 1_600),
+    "package, Python": (("gradtrace/**/*.py",), 55_558, 28_000),
+    "engine": (tuple(f"gradtrace/{room}/**/*.py" for room in OLD_ENGINE), 47_087, 51_300),
+    "top floor": (("gradtrace/*.py",), 2_674, 1_600),
     "training": (("gradtrace/training/**/*.py",), 3_138, 2_000),
-    "report": (("gradtrace/report/**/*.py",), 1_666, 1_700),
-    "cli": (("gradtrace/cli/**/*.py",), 994, 600),
+    "report": (("gradtrace/report/**/*.py",), 1_660, 1_700),
+    "cli": (("gradtrace/cli/**/*.py",), 999, 600),
     "C++ and CUDA": (
         tuple(f"gradtrace/**/*{end}" for end in (".cpp", ".h", ".cu", ".cuh", ".inc")),
         7_572,
         6_000,
     ),
     "page": (("web/src/**/*.ts", "web/src/**/*.tsx"), 6_618, 5_200),
-    "tests": (("tests/**/*.py",), 54_700, 36_000),
+    "tests": (("tests/**/*.py",), 54_554, 36_000),
     "experiments": (("experiments/**/*.py",), 19_494, 5_000),
     "benchmarks": (("benchmarks/**/*.py",), 366, 800),
 }

@@ -108,8 +108,9 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option(DEBUG, help="Show tracebacks.")] = False,
     version: Annotated[
         bool,
@@ -119,6 +120,8 @@ def options(
     ] = False,
 ) -> None:
     """Find out why a PyTorch layer does not learn."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def main() -> None:

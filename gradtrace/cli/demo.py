@@ -9,9 +9,10 @@ from typer import Option
 
 from gradtrace.cli.app import app, examples
 from gradtrace.cli.output import Json, records, write, write_json, write_table
+from gradtrace.files import made_folder
 
 
-@app.command(epilog=examples("gradtrace demo", "gradtrace demo --out demo.html --json"))
+@app.command(epilog=examples("gradtrace demo", "gradtrace demo --out out/demo.html --json"))
 def demo(
     out: Annotated[Path, Option(help="The HTML file to write.")] = Path("gradtrace-demo.html"),
     as_json: Json = False,
@@ -20,6 +21,7 @@ def demo(
     from gradtrace.cli.planted import look
 
     table, trace, diagnosis = look()
+    made_folder(out.parent)
     trace.report(out)
     if as_json:
         rows = records(table)["rows"]
