@@ -244,8 +244,8 @@ class Table:
         """The table over the losses of all these tables, with standard errors over them.
 
         Columns that add are added in the order given, and those of a formula are found again; of
-        others the largest number, or the first text, is taken. An error is the larger of what the
-        tables differ by and what their own errors amount to.
+        others the largest number is taken, or the text that all have. An error is the larger of
+        what the tables differ by and what their own errors amount to.
 
         Args:
             tables: Tables that the same call made of different losses.
@@ -475,9 +475,10 @@ def _sum(columns: Sequence[Column], rows: Sequence[Row], tables: int) -> tuple[A
         values = [row[column.name] for row in rows]
         if column.adds:
             found[column.name] = sum(values[1:], values[0])
+        elif column.kind == "text":
+            found[column.name] = values[0] if len({*values}) == 1 else ""
         else:
-            text = column.kind == "text" or any(value is None for value in values)
-            found[column.name] = values[0] if text else max(values)
+            found[column.name] = max((x for x in values if x is not None), default=None)
     for column in columns:
         if column.formula:
             found[column.name] = column.value(found)

@@ -317,6 +317,14 @@ def test_a_sum_of_tables_by_hand() -> None:
     assert both.errors["x"] >= first.errors["x"] / 2
 
 
+def test_a_sum_has_the_texts_that_all_tables_have() -> None:
+    """What is in series in one batch alone is not in series."""
+    columns = Column("x"), Column("t", "count", adds=True), Column("choice")
+    one, other = (made(("a", 1, "in series"), ("b", 1, text), columns=columns) for text in "pq")
+    found = Table.total([one, other])
+    assert (found["a"].choice, found["b"].choice, found["b"].t) == ("in series", "", 2)
+
+
 def test_sums_of_what_differs_are_refused() -> None:
     for other in (loss(1, 2, rule="edge"), loss(1, 2, p=2.0), HEADS):
         with pytest.raises(GradtraceError, match="cannot be added"):

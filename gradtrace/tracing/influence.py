@@ -106,6 +106,13 @@ def table_of(found: Counted, about: Mapping[str, Any], notes: Sequence[str] = ()
     return Table(title, columns, tuple(rows), every, about)  # type: ignore[arg-type]
 
 
+def ordered(table: Table) -> Table:
+    """A sum of tables in the order of ``table_of``."""
+    if table.about["by"] == "forks":
+        return table
+    return replace(table, rows=tuple(sorted(table.rows, key=lambda row: _rank(row.values))))
+
+
 def _rank(values: Sequence[Any]) -> tuple[bool, bool, float]:
     """Where a row of these values comes; the last are own, choice and the two sums."""
     _, _, eligible, share, *_, own, choice, _, _ = values
