@@ -23,14 +23,22 @@ def run(folder: Path) -> None:
     """What is killed: it says when it counts, and writes its table."""
     import torch
     import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    found = measured(folder)
+    (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+def measured(folder: Path) -> object:
+    """The table, as JSON, of this run or of one that goes on."""
+    import torch
     from torch import Tensor, nn
 
     import gradtrace as gt
 
-    torch.set_num_threads(1)
     rank = os.environ.get("RANK", "0")
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 2))
     batches = torch.randn(BATCHES, 4, 8, generator=torch.Generator().manual_seed(1))
@@ -42,7 +50,7 @@ def run(folder: Path) -> None:
         return found
 
     table = gt.influence(model, loss, list(batches), journal=folder / "journal")
-    (folder / f"{rank}.json").write_text(json.dumps(table.to_dict()))
+    return json.loads(json.dumps(table.to_dict()))
 
 
 def begun(folder: Path, world: int) -> subprocess.Popen[bytes]:

@@ -158,7 +158,7 @@ def test_ctrl_c_gives_the_table_so_far_and_the_journal_goes_on(tmp_path: Path) -
     assert gt.influence(model, counted, batches, journal=file) == whole
     assert len(calls) == 4
     assert gt.influence(model, counted, batches, journal=file) == whole and len(calls) == 4
-    assert len(read_lines(f"{file}.rank0")) == 7
+    assert len(read_lines(f"{file}.rank0")) == 6
     with pytest.raises(KeyboardInterrupt):
         gt.influence(model, loss, stopping(batches, 0))
 
@@ -181,13 +181,16 @@ def test_another_run_is_refused_and_the_journal_left(tmp_path: Path) -> None:
         gt.influence(model, loss, batches[::-1], **ask)
     assert (tmp_path / "run.rank0").read_bytes() == kept
     (tmp_path / "run.rank0").write_text('{"epoch": 1}\n')
-    with pytest.raises(BadFile, match="is no journal"):
+    with pytest.raises(BadFile, match="or no journal"):
         gt.influence(model, loss, batches, **ask)
 
 
 def test_a_killed_run_goes_on_to_the_same_table(tmp_path: Path) -> None:
     """``python tests/kills.py`` does it ten times, and on two processes."""
-    assert kills.differing(tmp_path, moments=3, world=1) == []
+    (tmp_path / "whole").mkdir()
+    wanted = kills.measured(tmp_path / "whole")
+    assert kills.killed(tmp_path, 1, 0.2) < kills.BATCHES
+    assert kills.measured(tmp_path) == wanted
 
 
 # Errors ------------------------------------------------------------------------------------------
@@ -199,12 +202,12 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "no loader": (GradtraceError, "a int does not", lambda: ask(lambda m, x: m(x), 3)),
     "what loss_fn cannot take": (
         GradtraceError,
-        r"batch 1, a dict with 'x', cannot be given to loss_fn\(model, batch\): KeyError: 'y'",
+        r"batch 1: loss_fn\(model, batch\) takes no dict of {'x': \(3, 2\)}: KeyError: 'y'",
         lambda: ask(lambda m, batch: m(batch["y"]).sum(), [{"y": BATCH["x"]}, BATCH]),
     ),
     "arguments": (
         GradtraceError,
-        r"batch 0, a tensor of shape \(3, 2\), cannot be given .* TypeError",
+        r"batch 0: .* no Tensor of \(3, 2\): TypeError",
         lambda: ask(lambda m: m, [BATCH["x"]]),
     ),
     "no loss": (GradtraceError, "returned a NoneType", lambda: ask(lambda m, x: None, [BATCH])),

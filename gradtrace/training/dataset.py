@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -12,12 +13,12 @@ from datetime import timedelta
 from glob import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data.distributed import DistributedSampler
 
 from gradtrace.components.components import spelt
@@ -30,7 +31,7 @@ from gradtrace.training.state import seed_all, undisturbed
 from gradtrace.training.unwrap import apart
 from gradtrace.watching import watch
 
-T = TypeVar("T")
+Journal: TypeAlias = str | PathLike[str] | None
 LossFn = Callable[[Any, Any], Tensor]
 Measure = Callable[[watch, Tensor, int], Table | None]
 """The table of a loss of this batch; None where nothing that was asked for takes part in it."""
@@ -38,11 +39,21 @@ Measure = Callable[[watch, Tensor, int], Table | None]
 Found: TypeAlias = dict[int, list[dict[str, Any] | None]]
 """The tables of each batch that is done, by its number, as JSON values."""
 
-Begun = tuple[str, Found, str]
-"""The digest of a run, and of its journals what they have and the digest of the first batch."""
-
 WAIT = timedelta(days=1)
 """How long ranks that are done wait for the slowest."""
+
+UNSEEDED = ": is it shuffled? Then give it generator=torch.Generator().manual_seed(0)"
+
+
+class End(NamedTuple):
+    """What a rank knows in the end: digests of its weights and settings, and of the first batch;
+    what was found, by it and in journals; and whether it was stopped.
+    """
+
+    run: str
+    first: str
+    found: Found
+    stopped: bool
 
 
 def influence(
@@ -57,7 +68,7 @@ def influence(
     rule: str = "greedy",
     sample: Any = "auto",
     seed: int = 0,
-    journal: str | PathLike[str] | None = None,
+    journal: Journal = None,
     key: str = "",
     progress: bool | None = None,
 ) -> Table:
@@ -99,7 +110,6 @@ def influence(
     (3, 1.0, 0.0)
     """
     parameters = [name for name, _ in named_parameters(model)]
-
     by = spelt(by)  # an iterator is read once
 
     def measure(watched: watch, loss: Tensor, number: int) -> Table | None:
@@ -121,7 +131,7 @@ def decompose(
     *,
     by: Any = "modules",
     seed: int = 0,
-    journal: str | PathLike[str] | None = None,
+    journal: Journal = None,
     key: str = "",
     progress: bool | None = None,
 ) -> Table:
@@ -162,118 +172,129 @@ class _Run:
     seed: int
     per_sample: bool
 
-    def table(self, journal: str | PathLike[str] | None, progress: bool | None) -> Table:
+    def table(self, journal: Journal, progress: bool | None) -> Table:
         """The sum of the tables of all batches, the same on all ranks."""
-        ranks = _Ranks()
+        several = dist.is_available() and dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        shown = rank == 0 and (sys.stderr.isatty() if progress is None else progress)
         file = None if journal is None else Path(fspath(journal)).expanduser()
-        try:
-            with apart(self.model), undisturbed(self.model), torch.enable_grad():
-                told = ranks.gather(lambda: self._begin(file, ranks))
-                if len({run for run, _, _ in told}) > 1:
-                    raise GradtraceError(
-                        "the ranks differ in weights or settings: load the same weights on all of "
-                        "them, or seed them alike before the model is made"
-                    )
-                done = {number for _, known, _ in told for number in known}
-                shown = ranks.rank == 0 and (sys.stderr.isatty() if progress is None else progress)
-                own = file and file.with_name(f"{file.name}.rank{ranks.rank}")
-                ends = ranks.gather(lambda: self._count(own, told[ranks.rank], ranks, done, shown))
-        finally:
-            ranks.close()
-        return _total(ends)
+        with apart(self.model), undisturbed(self.model), torch.enable_grad():
+            return _total(_gathered(lambda: self._counted(file, rank, world, shown), rank, world))
 
-    def _begin(self, file: Path | None, ranks: _Ranks) -> Begun:
-        """What must be equal on all ranks, and what the journals have."""
-        if ranks.world > 1 and isinstance(getattr(self.loader, "sampler", 0), DistributedSampler):
+    def _counted(self, file: Path | None, rank: int, world: int, shown: bool) -> End:
+        """Trace the batches of this rank, but those of which some rank's journal has tables. Others
+        may write theirs meanwhile: those are no batches of this rank.
+        """
+        if world > 1 and isinstance(getattr(self.loader, "sampler", 0), DistributedSampler):
             raise GradtraceError(
                 "the loader has a DistributedSampler, and batches are shared out to ranks here: "
                 "give all ranks the same loader, without one"
             )
-        known = ranks.world > 1 or file is not None
-        facts = _facts(unwrapped(self.model)) if known else ()
-        run = _digest([json.dumps(json_value(self.settings)), *facts])
-        return (run, *((Found(), "") if file is None else _read(file, run)))
-
-    def _count(
-        self, own: Path | None, begun: Begun, ranks: _Ranks, done: set[int], shown: bool
-    ) -> tuple[Found, str, bool]:
-        """Trace the batches of this rank; what it knows, a digest of the first one, if stopped."""
-        run, found, kept = begun
-        first = ""
+        facts = _facts(unwrapped(self.model)) if file or world > 1 else ()
+        run, first = _digest([json.dumps(json_value(self.settings)), *facts]), ""
+        found, kept = _read(file, run) if file else (Found(), "")
+        own = file and file.with_name(f"{file.name}.rank{rank}")
         try:
             for number, batch in enumerate(_shown(self.loader, shown)):
                 if number == 0:
                     first = _digest(tree_leaves(batch))
-                    _write_head(own, run, first, kept)
-                if number not in done and number % ranks.world == ranks.rank:
+                    if kept not in ("", first):
+                        raise BadFile(f"the first batch is another than that of '{file}'{UNSEEDED}")
+                if number not in found and number % world == rank:
                     found[number] = self._traced(batch, number)
                     if own is not None:
-                        append_line(own, {"batch": number, "tables": found[number]})
+                        known = {"run": run, "first": first, "batch": number}
+                        append_line(own, {**known, "tables": found[number]})
         except KeyboardInterrupt:
-            return found, first, True
-        return found, first, False
+            return End(run, first, found, True)
+        return End(run, first, found, False)
 
     def _traced(self, batch: Any, number: int) -> list[dict[str, Any] | None]:
+        """The tables of a batch's losses, each traced by itself."""
         with undisturbed(self.model):
             seed_all(self.seed + 1_000_003 * number)
-            with watch(self.model, diagnose=False) as watched:
-                try:
-                    loss = self.loss_fn(self.model, batch)
-                except GradtraceError:
-                    raise
-                except Exception as error:
-                    raise GradtraceError(
-                        f"batch {number}, {_described(batch)}, cannot be given to loss_fn(model, "
-                        f"batch): {type(error).__name__}: {reason_of(error)}"
-                    ) from error
-                losses = self._losses(loss, number)
             try:
+                with watch(self.model, diagnose=False) as watched:
+                    losses = self._losses(batch)
                 tables = [self.measure(watched, each, number) for each in losses]
             except GradtraceError as error:
                 raise type(error)(f"batch {number}: {error}") from error
         return [table if table is None else table.to_dict() for table in tables]
 
-    def _losses(self, loss: Any, number: int) -> list[Tensor]:
+    def _losses(self, batch: Any) -> list[Tensor]:
         """The losses of a batch, one by one."""
+        try:
+            loss = self.loss_fn(self.model, batch)
+        except GradtraceError:
+            raise
+        except Exception as error:
+            shapes = reprlib.repr(tree_map_only(Tensor, lambda x: tuple(x.shape), batch))
+            raise GradtraceError(
+                f"loss_fn(model, batch) takes no {type(batch).__name__} of {shapes}: "
+                f"{type(error).__name__}: {reason_of(error)}"
+            ) from error
         if not isinstance(loss, Tensor):
-            kind = type(loss).__name__
-            raise GradtraceError(f"batch {number}: loss_fn returned a {kind}; return the loss")
+            raise GradtraceError(f"loss_fn returned a {type(loss).__name__}; return the loss")
         if self.per_sample and loss.dim() == 1 and len(loss):
             return [loss[n] for n in range(len(loss))]
         if self.per_sample or loss.numel() != 1:
-            wanted = (
-                "return a vector with a loss for each sample, as per_sample=True says"
-                if self.per_sample
-                else "return one loss (.mean()), or say per_sample=True to trace each of a vector"
-            )
-            raise NotScalar(f"batch {number}: the loss has shape {tuple(loss.shape)}; {wanted}")
+            one = "return one loss (.mean()), or say per_sample=True to trace each of a vector"
+            wanted = "return a vector, as per_sample=True says" if self.per_sample else one
+            raise NotScalar(f"the loss has shape {tuple(loss.shape)}; {wanted}")
         return [loss]
 
 
-def _total(ends: list[tuple[Found, str, bool]]) -> Table:
+def _total(ends: list[End]) -> Table:
     """The sum of what all ranks have found, in the order of batches."""
-    if len({first for _, first, _ in ends if first}) > 1:
+    if len({end.run for end in ends}) > 1:
+        raise GradtraceError(
+            "the ranks differ in weights or settings: load the same weights on all of them, or "
+            "seed them alike before the model is made"
+        )
+    if len({end.first for end in ends if end.first}) > 1:
         raise GradtraceError(
             "the loaders of the ranks do not give the same batches, so some samples were counted "
-            "twice and others never: seed them alike (generator=torch.Generator().manual_seed(0))"
+            f"twice and others never{UNSEEDED}"
         )
-    found = {number: tables for some, _, _ in ends for number, tables in some.items()}
+    found = {number: tables for end in ends for number, tables in end.found.items()}
     kept = [each for number in sorted(found) for each in found[number]]
-    tables = [each if each is None else Table.from_dict(each) for each in kept]
-    stopped = any(stopped for _, _, stopped in ends)
-    known = [table for table in tables if table is not None]
+    known = [Table.from_dict(each) for each in kept if each is not None]
+    stopped = any(end.stopped for end in ends)
+    if stopped and not known:
+        raise KeyboardInterrupt
     if not known:
-        if stopped:
-            raise KeyboardInterrupt
-        none = "no leaf of of= takes part in any loss" if tables else "the loader gave no batch"
+        none = "no leaf of of= takes part in any loss" if kept else "the loader gave no batch"
         raise GradtraceError(f"{none}, so there is nothing to measure")
-    without = replace(known[0], rows=(), notes=())
-    table = Table.total([without if each is None else each for each in tables])
+    without = replace(known[0], rows=(), notes=())  # these losses count, too
+    table = Table.total([*known, *[without] * kept.count(None)])
     if not stopped:
         return table
     note = f"Stopped by Ctrl-C: {len(found):,} batches were counted"
     about = {**table.about, "interrupted": True}
     return replace(table, notes=(*table.notes, note), about=about)
+
+
+def _gathered(call: Callable[[], End], rank: int, world: int) -> list[End]:
+    """What ``call`` gives on each of the ranks; if it fails on one, an error on all."""
+    if world == 1:
+        return [call()]
+    group = dist.new_group(backend="gloo", timeout=WAIT)
+    mine, failed, cause, said = None, "", None, list[Any]([None] * world)
+    try:
+        mine = call()
+    except Exception as error:
+        kind = "" if isinstance(error, GradtraceError) else f"{type(error).__name__}: "
+        failed, cause = f"rank {rank}: {kind}{reason_of(error)}", error
+    try:
+        dist.all_gather_object(said, (mine, failed), group=group)
+    except RuntimeError as error:
+        raise RankFailed(f"another rank ended, or did not answer: {error}") from error
+    finally:
+        with suppress(RuntimeError):
+            dist.destroy_process_group(group)
+    if any(text for _, text in said):
+        raise RankFailed("; ".join(text for _, text in said if text)) from cause
+    return [each for each, _ in said]
 
 
 # Journals ----------------------------------------------------------------------------------------
@@ -283,27 +304,14 @@ def _read(journal: Path, run: str) -> tuple[Found, str]:
     """The batches that were counted, by any rank, and the digest of the first one."""
     found, first = Found(), ""
     for path in sorted(journal.parent.glob(f"{escape(journal.name)}.rank*[0-9]")):
-        head, *lines = read_lines(path) or [{"run": run, "first": first}]
-        if not isinstance(head, dict) or "run" not in head:
-            raise BadFile(f"'{path}' is no journal: choose another name")
-        if head["run"] != run:
-            raise BadFile(
-                f"'{path}' is of other weights, settings or another key=: choose another journal, "
-                "or remove it"
-            )
-        first, found = head["first"], found | {line["batch"]: line["tables"] for line in lines}
+        for line in read_lines(path):
+            if not isinstance(line, dict) or line.get("run") != run:
+                raise BadFile(
+                    f"'{path}' is of other weights, settings or another key=, or no journal: "
+                    "choose another, or remove it"
+                )
+            found[line["batch"]], first = line["tables"], line["first"]
     return found, first
-
-
-def _write_head(own: Path | None, run: str, first: str, kept: str) -> None:
-    """Begin a rank's journal; its first batch must be that of those that there are."""
-    if kept and kept != first:
-        raise BadFile(
-            f"the first batch is another than that of '{own}': give the loader a seed "
-            "(generator=torch.Generator().manual_seed(0)), or choose another journal"
-        )
-    if own is not None and not (own.exists() and read_lines(own)):
-        append_line(own, {"run": run, "first": first})
 
 
 def _facts(model: nn.Module) -> list[Any]:
@@ -325,44 +333,6 @@ def _digest(values: Iterable[Any]) -> str:
     return found.hexdigest()
 
 
-# Ranks -------------------------------------------------------------------------------------------
-
-
-class _Ranks:
-    """The processes of ``torch.distributed``; alone if it is not initialised."""
-
-    def __init__(self) -> None:
-        joined = dist.is_available() and dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-        many = self.world > 1
-        self._group = dist.new_group(backend="gloo", timeout=WAIT) if many else None
-
-    def gather(self, call: Callable[[], T]) -> list[T]:
-        """What ``call`` gives on each rank; if it fails on one, an error on all."""
-        if self.world == 1:
-            return [call()]
-        mine, failed, cause = None, "", None
-        try:
-            mine = call()
-        except Exception as error:
-            kind = "" if isinstance(error, GradtraceError) else f"{type(error).__name__}: "
-            failed, cause = f"rank {self.rank}: {kind}{reason_of(error)}", error
-        said: list[Any] = [None] * self.world
-        try:
-            dist.all_gather_object(said, (mine, failed), group=self._group)
-        except RuntimeError as error:
-            raise RankFailed(f"another rank ended, or did not answer: {error}") from error
-        if any(text for _, text in said):
-            raise RankFailed("; ".join(text for _, text in said if text)) from cause
-        return [each for each, _ in said]
-
-    def close(self) -> None:
-        """Leave the group that was made for this."""
-        if self._group is not None:
-            with suppress(RuntimeError):
-                dist.destroy_process_group(self._group)
-
-
 # What is shown -----------------------------------------------------------------------------------
 
 
@@ -376,15 +346,3 @@ def _shown(loader: Iterable[Any], wanted: bool) -> Iterable[Any]:
     from rich.progress import track
 
     return track(loader, "tracing", console=Console(stderr=True), transient=True)
-
-
-def _described(batch: Any) -> str:
-    """What a batch is, in a few words."""
-    if isinstance(batch, Tensor):
-        return f"a tensor of shape {tuple(batch.shape)}"
-    kind = type(batch).__name__
-    if isinstance(batch, dict):
-        return f"a {kind} with {', '.join(map(repr, batch))}"
-    if isinstance(batch, (list, tuple)):
-        return f"a {kind} of {', '.join(map(_described, batch)) or 'nothing'}"
-    return f"a {kind}"
