@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, isfinite, sqrt
+from functools import cached_property
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff.nodes import refuse_complex, root_of
-from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported, reason_of
+from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
 from gradtrace.pytorch.global_switches import DOUBLE, eager
 from gradtrace.pytorch.wrapped_modules import named_parameters, refuse_lazy
 from gradtrace.table import Column, Table
@@ -82,7 +83,7 @@ def check(
 
         numeric  = (f(x + h) - f(x - h)) / 2h
         error    = |analytic - numeric| / max(|analytic|, |numeric|, noise / tolerance)
-        noise    = 10 σ / h        σ: the rounding error of f, measured by second differences
+        noise    = 10 σ / h        σ: the rounding error of f, measured
 
     An error above ``tolerance`` is looked at with smaller steps; if it vanishes it was due to
     curvature, or a kink nearby. If the gradient is right at points a thousandth to both sides, this
@@ -90,9 +91,8 @@ def check(
 
     ``loss_fn`` is called some hundred times, each time with the same random numbers and buffers, so
     dropout and batch norm are checked as they are in training. Of a large parameter some elements
-    are checked: the one with the largest gradient, and random ones; and the slope along random
-    signs over all the others. Parameters, gradients, buffers, modes and random generators are left
-    as before.
+    are checked, the one of the largest gradient among them, and the slope along random signs over
+    all the others. The model, its gradients and random generators are left as before.
 
     Args:
         model: The model.
@@ -117,9 +117,15 @@ def check(
             names.setdefault(parameter, name)
     if not names:
         raise NoGraph("no parameter of the model requires grad, so there is nothing to check")
-    with undisturbed(model), DOUBLE(), eager(), torch.enable_grad():
-        loss = _WideLoss(model, loss_fn, seed)
-        return _Comparison(loss, names, tolerance, seed).table(sample)
+    sample = sample or min(MOST_OF_EACH, max(1, MOST_OF_ALL // len(names)))
+    with DOUBLE(), eager(), torch.enable_grad():
+        loss = _WideLoss(model, loss_fn, [*names], seed)
+        comparison = _Comparison(loss, tolerance, seed)
+        found = [(name, *comparison.row(parameter, sample)) for parameter, name in names.items()]
+    found.sort(key=lambda row: (VERDICTS.index(row[-1]), row[3], row[0]), reverse=True)
+    rows: Any = tuple(found)
+    about = {"loss": comparison.here.loss, "tolerance": tolerance}
+    return Check("Gradient check", COLUMNS, rows, (_sentence(rows),), about)
 
 
 def _refuse(model: object, loss_fn: object, sample: int | None, tolerance: float) -> None:
@@ -127,13 +133,10 @@ def _refuse(model: object, loss_fn: object, sample: int | None, tolerance: float
     if not isinstance(model, nn.Module):
         swapped = "; the order is check(model, loss_fn)" if isinstance(loss_fn, nn.Module) else ""
         raise GradtraceError(f"check takes a torch.nn.Module, got {type(model).__name__}{swapped}")
-    if not callable(loss_fn):
-        kind = type(loss_fn).__name__
-        raise GradtraceError(f"loss_fn is a {kind}; pass a function: lambda model: ...")
-    if sample is not None and sample < 1:
-        raise GradtraceError(f"sample is the number of elements to check, at least 1, not {sample}")
-    if not 0 < tolerance < 1:
-        raise GradtraceError(f"tolerance is a relative error between 0 and 1, not {tolerance}")
+    if (sample is not None and sample < 1) or not 0 < tolerance < 1:
+        raise GradtraceError(
+            f"sample is at least 1, tolerance in (0, 1), not {sample}, {tolerance}"
+        )
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise Unsupported("a scripted model keeps its parameters to itself; check it unscripted")
     for name, parameter in model.named_parameters():
@@ -141,10 +144,7 @@ def _refuse(model: object, loss_fn: object, sample: int | None, tolerance: float
         if parameter.is_meta:
             raise Unsupported(f"{name} is on the meta device, without numbers; load the weights")
         if parameter.is_complex():
-            raise Unsupported(
-                f"{name} is complex; differences need real numbers. Keep its real and imaginary "
-                "parts as a real parameter: torch.view_as_complex(parts)"
-            )
+            raise Unsupported(f"{name} is complex: check torch.view_as_complex of a real parameter")
 
 
 def takes_model(loss_fn: LossFn) -> bool:
@@ -153,172 +153,7 @@ def takes_model(loss_fn: LossFn) -> bool:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):
         return True  # written in C: no signature
-    free = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    if len(free) > 1:
-        raise GradtraceError(
-            f"loss_fn takes the model alone, or nothing, but asks for {', '.join(free)}; bind the "
-            "others: lambda model: loss_fn(model, batch)"
-        )
-    return bool(free)
-
-
-# Comparing ---------------------------------------------------------------------------------------
-
-
-class _Point(NamedTuple):
-    """A point, with the loss and its gradient there."""
-
-    values: Values
-    loss: float
-    gradients: Mapping[nn.Parameter, Tensor | None]
-
-
-class _Probe(NamedTuple):
-    """A direction in one parameter: ``signs`` at the elements ``at``, 0 elsewhere."""
-
-    parameter: nn.Parameter
-    at: Tensor
-    signs: Tensor
-    place: str
-
-    def moved(self, values: Values, by: float) -> Values:
-        """The values with this parameter moved along the direction."""
-        new = values[self.parameter].clone()
-        new.view(-1).index_add_(0, self.at, by * self.signs)
-        return {**values, self.parameter: new}
-
-
-class _Found(NamedTuple):
-    """What was found along a probe; ``max`` of several is the worst."""
-
-    verdict: int
-    error: float = 0.0
-    analytic: float = 0.0
-    numeric: float = 0.0
-    place: str = ""
-
-
-class _Comparison:
-    """Compares the slopes along every probe with the gradient, which is computed once."""
-
-    def __init__(
-        self, loss: _WideLoss, names: dict[nn.Parameter, str], tolerance: float, seed: int
-    ) -> None:
-        self.loss, self.names, self.tolerance = loss, names, tolerance
-        self.random = torch.Generator().manual_seed(seed)
-        self.here = _Point(loss.values, *loss.gradients(loss.values, [*names]))
-        if not isfinite(self.here.loss):
-            raise NonFinite(f"the loss is {self.here.loss}, so there is no gradient to check")
-        if all(gradient is None for gradient in self.here.gradients.values()):
-            raise NoGraph(
-                "the loss depends on no parameter of the model that requires grad; is it computed "
-                "from another model, or detached?"
-            )
-        self.noise = self._noise()
-        self.nearby: list[_Point] = []  # made if they are needed
-
-    def table(self, sample: int | None) -> Check:
-        """The rows of all parameters."""
-        sample = sample or min(MOST_OF_EACH, max(1, MOST_OF_ALL // len(self.names)))
-        rows = list[tuple[Any, ...]]()
-        for parameter, name in self.names.items():
-            found = [self._compared(probe) for probe in self._probes(parameter, sample)]
-            worst = max(found, default=_Found(UNREACHED))
-            reached = worst.verdict != OK or self.here.gradients[parameter] is not None
-            counts = min(sample, parameter.numel()), parameter.numel()
-            numbers = worst.error, worst.place, worst.analytic, worst.numeric
-            rows.append((name, *counts, *numbers, worst.verdict if reached else UNREACHED))
-        rows.sort(key=lambda row: (row[-1], row[3], row[0]), reverse=True)
-        made: Any = tuple((*row[:-1], VERDICTS[row[-1]]) for row in rows)
-        about = {"loss": self.here.loss, "tolerance": self.tolerance}
-        return Check("Gradient check", COLUMNS, made, (_sentence(made),), about)
-
-    def _probes(self, parameter: nn.Parameter, sample: int) -> list[_Probe]:
-        """Probes of the element with the largest gradient, of others, and of all the rest."""
-        order = torch.randperm(parameter.numel(), generator=self.random, device="cpu")
-        gradient = self.here.gradients[parameter]
-        if gradient is not None and parameter.numel():
-            size = torch.nan_to_num(gradient.abs(), nan=inf, posinf=inf)
-            largest = size.argmax().cpu()
-            order = torch.cat([largest[None], order[order != largest]])
-        shape, one = tuple(parameter.shape), torch.ones(1, dtype=torch.float64, device="cpu")
-        probes = [(at[None], one, str([*unravel(int(at), shape)])) for at in order[:sample]]
-        rest = order[sample:]
-        if len(rest):
-            signs = (
-                torch.randint(2, rest.shape, generator=self.random, device="cpu").double() * 2 - 1
-            )
-            probes.append((rest, signs, f"{len(rest):,} others"))
-        device = parameter.device
-        return [_Probe(parameter, at.to(device), s.to(device), place) for at, s, place in probes]
-
-    def _compared(self, probe: _Probe) -> _Found:
-        """What is found at the point; and where it is wrong there, what is found beside it."""
-        found = self._at(probe, self.here)
-        if found.verdict == OK or not isfinite(found.analytic):
-            return found
-        if not self.nearby:
-            points = self._jittered(NEARBY)
-            self.nearby = [_Point(x, *self.loss.gradients(x, [*self.names])) for x in points]
-        inside = [point for point in self.nearby if isfinite(point.loss)]
-        right = inside and all(self._at(probe, point).verdict == OK for point in inside)
-        return found._replace(verdict=KINK) if right else found
-
-    def _at(self, probe: _Probe, point: _Point) -> _Found:
-        """``error = |a - n| / max(|a|, |n|, noise / tolerance)``, with smaller steps as long as it
-        is too large and rounding noise small against it; of wrong ones, that of the first step.
-        """
-        gradient, found = point.gradients[probe.parameter], _Found(UNREACHED)
-        analytic = 0.0 if gradient is None else float((gradient[probe.at] * probe.signs).sum())
-        size = max(float(point.values[probe.parameter].view(-1)[probe.at].abs().amax()), 1.0)
-        for step in (size * step for step in STEPS):
-            noise = self.noise / step
-            if found.verdict == WRONG and noise > abs(analytic - found.numeric) / DEVIATIONS:
-                break
-            right, left = (self.loss.value(probe.moved(point.values, by)) for by in (step, -step))
-            numeric = (right - left) / (2 * step)
-            off = abs(analytic - numeric)
-            scale = max(abs(analytic), abs(numeric), noise / self.tolerance)
-            error = inf if not isfinite(off) else off / scale if off else 0.0
-            if error <= self.tolerance:
-                return _Found(OK, error, analytic, numeric, probe.place)
-            if found.verdict != WRONG:
-                found = _Found(WRONG, error, analytic, numeric, probe.place)
-        return found
-
-    def _jittered(self, size: float) -> Iterator[Values]:
-        """Two points: all elements moved by about this much, relative to them, and back."""
-        here, moves = self.here.values, dict[nn.Parameter, Tensor]()
-        for parameter in self.names:
-            there = here[parameter]
-            by = (
-                torch.rand(there.shape, generator=self.random, device="cpu").to(there) + 0.5
-            )  # to part ties
-            signs = (
-                torch.randint(2, there.shape, generator=self.random, device="cpu").to(there) * 2 - 1
-            )
-            moves[parameter] = size * by * signs * there.abs().clamp(min=1)
-        for sign in (1, -1):
-            yield {**here, **{p: here[p] + sign * by for p, by in moves.items()}}
-
-    def _noise(self) -> float:
-        """The rounding error of f, with a margin: ``σ² = mean of (f(x+δ) - 2f(x) + f(x-δ))² / 6``.
-
-        δ is so small (64 units in the last place) that curvature vanishes from the second
-        difference; what remains is the rounding of three evaluations.
-        """
-        loss, again = self.here.loss, self.loss.value(self.here.values)
-        if not abs(again - loss) <= 1e-10 * abs(loss):
-            raise GradtraceError(
-                f"two evaluations of the loss at the same point give {loss!r} and {again!r}: "
-                "loss_fn changes from call to call. Fix its batch (no next(iterator) inside), its "
-                "random numbers (torch, random and numpy are reset) and any state it keeps"
-            )
-        ends = [map(self.loss.value, self._jittered(64 * EPSILON)) for _ in range(4)]
-        squares = [(sum(pair) - 2 * loss) ** 2 / 6 for pair in ends]
-        known = [square for square in squares if isfinite(square)]
-        sigma = sqrt(sum(known) / len(known)) if known else 0.0
-        return DEVIATIONS * max(sigma, EPSILON * abs(loss))
+    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters)
 
 
 def _sentence(rows: Sequence[tuple[Any, ...]]) -> str:
@@ -329,6 +164,126 @@ def _sentence(rows: Sequence[tuple[Any, ...]]) -> str:
     note = f"; {kinks:,} at a point without a derivative" if kinks else ""
     count = sum(row[1] for row in rows)
     return f"gradients agree: {count:,} elements of {len(rows):,} parameters{note}"
+
+
+# Comparing ---------------------------------------------------------------------------------------
+
+
+class _Point(NamedTuple):
+    """The loss at a point, and its gradient."""
+
+    values: Values
+    loss: float
+    gradients: Mapping[nn.Parameter, Tensor | None]
+
+
+class _Comparison:
+    """Compares slopes along directions with the gradient, which is computed once. A direction is in
+    one parameter: ``signs`` at the elements ``at``, 0 elsewhere. What is found of it is a verdict,
+    and the row's error, place, analytic and numeric slope.
+    """
+
+    def __init__(self, loss: _WideLoss, tolerance: float, seed: int) -> None:
+        self.loss, self.tolerance = loss, tolerance
+        self.random = torch.Generator().manual_seed(seed)
+        self.here = loss.point(loss.values)
+        if not isfinite(self.here.loss):
+            raise NonFinite(f"the loss is {self.here.loss}, so there is no gradient to check")
+        if all(gradient is None for gradient in self.here.gradients.values()):
+            raise NoGraph(
+                "the loss depends on no parameter of the model that requires grad; is it computed "
+                "from another model, or detached?"
+            )
+        self.noise = self._noise()
+
+    def row(self, parameter: nn.Parameter, sample: int) -> tuple[Any, ...]:
+        """What is found of a parameter, by so many of its elements and all the others together."""
+        found = [self._compared(parameter, *each) for each in self._directions(parameter, sample)]
+        verdict, *worst = max(found, default=(UNREACHED, 0.0, "", 0.0, 0.0))
+        if verdict == OK and self.here.gradients[parameter] is None:
+            verdict = UNREACHED
+        size = parameter.numel()
+        return min(sample, size), size, *worst, VERDICTS[verdict]
+
+    def _directions(
+        self, parameter: nn.Parameter, sample: int
+    ) -> Iterator[tuple[Tensor, Tensor, str]]:
+        """The element with the largest gradient, others, and all the rest."""
+        order, device = torch.randperm(parameter.numel(), generator=self.random), parameter.device
+        gradient = self.here.gradients[parameter]
+        if gradient is not None and len(order):
+            largest = gradient.abs().argmax().cpu()  # nan is the largest
+            order = torch.cat([largest[None], order[order != largest]])
+        for at in order[:sample].to(device):
+            place = str([*unravel(int(at), tuple(parameter.shape))])
+            yield at[None], torch.ones(1, device=device), place
+        if len(rest := order[sample:].to(device)):
+            yield rest, self._drawn(rest).sign(), f"{len(rest):,} others"
+
+    def _compared(self, *direction: Any) -> tuple[Any, ...]:
+        """What is found at the point; and where it is wrong there, what is found beside it."""
+        verdict, error, place, analytic, numeric = self._at(self.here, *direction)
+        if verdict == WRONG and isfinite(analytic) and self.nearby:
+            right = all(self._at(point, *direction)[0] == OK for point in self.nearby)
+            verdict = KINK if right else WRONG
+        return verdict, error, place, analytic, numeric
+
+    def _at(
+        self, point: _Point, parameter: nn.Parameter, at: Tensor, signs: Tensor, place: str
+    ) -> tuple[Any, ...]:
+        """``error = |a - n| / max(|a|, |n|, noise / tolerance)``, with smaller steps as long as it
+        is too large and rounding noise small against it; of wrong ones, that of the first step.
+        """
+        gradient, values = point.gradients[parameter], point.values[parameter]
+        analytic = 0.0 if gradient is None else float((gradient[at] * signs).sum())
+        size, found = max(float(values.view(-1)[at].abs().amax()), 1.0), list[tuple[Any, ...]]()
+        for step in (size * step for step in STEPS):
+            noise = self.noise / step
+            if found and noise > abs(analytic - found[0][-1]) / DEVIATIONS:
+                break
+            ends = list[float]()
+            for by in (step, -step):
+                moved = values.view(-1).index_add(0, at, by * signs).view_as(values)
+                ends.append(self.loss.value({**point.values, parameter: moved}))
+            numeric = (ends[0] - ends[1]) / (2 * step)
+            off = abs(analytic - numeric)
+            scale = max(abs(analytic), abs(numeric), noise / self.tolerance)
+            error = inf if not isfinite(off) else off / scale if off else 0.0
+            if error <= self.tolerance:
+                return OK, error, place, analytic, numeric
+            found.append((WRONG, error, place, analytic, numeric))
+        return found[0]
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        """Random numbers: equal ones on all devices."""
+        return torch.randn(like.shape, generator=self.random, device="cpu").to(like.device)
+
+    def _beside(self, size: float) -> list[Values]:
+        """Two points: all elements moved by about this much, relative to them, and back."""
+        here = self.here.values
+        moves = {p: size * self._drawn(p) * here[p].abs().clamp(min=1) for p in self.here.gradients}
+        return [{**here, **{p: here[p] + s * by for p, by in moves.items()}} for s in (1, -1)]
+
+    @cached_property
+    def nearby(self) -> list[_Point]:
+        """Points beside this one, where the gradient of a kink is right."""
+        points = [self.loss.point(values) for values in self._beside(NEARBY)]
+        return [point for point in points if isfinite(point.loss)]
+
+    def _noise(self) -> float:
+        """The rounding error of f, with a margin: by how much it changes with the last digits of
+        the parameters.
+        """
+        loss, again = self.here.loss, self.loss.value(self.here.values)
+        if not abs(again - loss) <= 1e-10 * abs(loss):
+            raise GradtraceError(
+                f"two evaluations of the loss at the same point give {loss!r} and {again!r}: "
+                "loss_fn changes from call to call. Fix its batch (no next(iterator) inside), its "
+                "random numbers (torch, random and numpy are reset) and any state it keeps"
+            )
+        others = [self.loss.value(x) for _ in range(4) for x in self._beside(EPSILON)]
+        known = [abs(other - loss) for other in others if isfinite(other)]
+        return DEVIATIONS * max(EPSILON * abs(loss), *known)
 
 
 # The loss in double precision --------------------------------------------------------------------
@@ -342,25 +297,22 @@ _RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
 class _WideLoss:
     """Evaluates a loss again and again, with equal random numbers, buffers and modes."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, seed: int) -> None:
-        self.loss_fn, self.seed = loss_fn, seed
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, parameters: list[nn.Parameter], seed: int
+    ) -> None:
+        self.model, self.loss_fn, self.parameters, self.seed = model, loss_fn, parameters, seed
         self.arguments = (model,) if takes_model(loss_fn) else ()
         tensors = (*model.parameters(), *model.buffers())
         self.values = {x: x.detach().to(WIDE.get(x.dtype, x.dtype)).contiguous() for x in tensors}
-        self.modes = [(module, module.training) for module in model.modules()]
-        tables: list[dict[str, Any]] = [
-            t for m, _ in self.modes for t in (m._parameters, m._buffers)
-        ]
-        self.tables = [(table, dict(table)) for table in tables]
+        tables = [table for m in model.modules() for table in (m._parameters, m._buffers)]
+        self.tables: list[Any] = [(table, dict(table)) for table in tables]
 
     def value(self, values: Values) -> float:
         """The loss at a point."""
         with self._at(values):
             return float(self._loss().detach())
 
-    def gradients(
-        self, values: Values, parameters: Sequence[nn.Parameter]
-    ) -> tuple[float, dict[nn.Parameter, Tensor | None]]:
+    def point(self, values: Values) -> _Point:
         """The loss at a point, and its gradient by autograd, flat.
 
         A parameter that a closure passes directly to a custom function is in the graph itself,
@@ -370,58 +322,39 @@ class _WideLoss:
             loss = self._loss()
             root_of(loss)
             refuse_complex(loss)
+            leaves = [x for p in self.parameters for x in (stand_ins[p], p)]
             with torch._C.DisableTorchFunction():  # the tensors themselves, not their stand-ins
-                edges = [get_gradient_edge(x) for p in parameters for x in (stand_ins[p], p)]
+                edges = tuple(map(get_gradient_edge, leaves))
             # torch.autograd.grad would leave the mode, which recomputed checkpoints need, too.
             ones = (torch.ones_like(loss),)
-            found = _RUN_BACKWARD((loss,), ones, False, False, tuple(edges), True)
+            found = _RUN_BACKWARD((loss,), ones, False, False, edges, True)
         flat = [None if g is None else g.to_dense().double().reshape(-1) for g in found]
         pairs = zip(flat[::2], flat[1::2])
         sums = (a if b is None else b if a is None else a + b for a, b in pairs)
-        return float(loss.detach()), dict(zip(parameters, sums))
+        return _Point(values, float(loss.detach()), dict(zip(self.parameters, sums)))
 
     @contextmanager
     def _at(self, values: Values) -> Iterator[dict[Tensor, Tensor]]:
         """Within, the model has other tensors, with these values."""
-        stand_ins = {tensor: _stand_in(tensor, value) for tensor, value in values.items()}
-        seed_all(self.seed)
-        try:
-            for table, own in self.tables:
-                table.update({k: stand_ins[x] for k, x in own.items() if x is not None})
-            with _Double(stand_ins):
+        stand_ins = {x: each.clone().requires_grad_(x.requires_grad) for x, each in values.items()}
+        with undisturbed(self.model), _Double(stand_ins):
+            seed_all(self.seed)
+            try:
+                for table, own in self.tables:
+                    table.update({k: stand_ins[x] for k, x in own.items() if x is not None})
                 yield stand_ins
-        finally:
-            for table, own in self.tables:
-                table.clear()
-                table.update(own)
-            for module, training in self.modes:
-                module.training = training
+            finally:
+                for table, own in self.tables:
+                    table.clear()
+                    table.update(own)
 
     def _loss(self) -> Tensor:
-        """The loss; an error if it is none that can be checked."""
-        try:
-            loss = self.loss_fn(*self.arguments)
-        except (RuntimeError, ValueError) as error:
-            reason = reason_of(error)
-            if not any(word in reason for word in ("dtype", "scalar type", "Double")):
-                raise
-            raise Unsupported(
-                f"loss_fn does not run in float64, which the check needs: {reason}. Use "
-                "the plain form of an operator that knows float32 only, or give it float64 inputs"
-            ) from error
+        """The loss; an error if it has several elements."""
+        loss = self.loss_fn(*self.arguments)
         if isinstance(loss, Tensor) and loss.numel() != 1:
             shape = tuple(loss.shape)
             raise NotScalar(f"the loss has shape {shape}; return its .sum() or .mean()")
         return loss
-
-
-def _stand_in(tensor: Tensor, value: Tensor) -> Tensor:
-    """A new tensor of the same kind (parameter or buffer) with this value."""
-    if not isinstance(tensor, nn.Parameter):
-        return value.clone().requires_grad_(tensor.requires_grad and tensor.is_leaf)
-    parameter = nn.Parameter(value.clone(), tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
-    return parameter
 
 
 class _Double(TorchFunctionMode):
