@@ -299,7 +299,7 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "'class:LSTM' here; did you mean 'class:L",
         lambda: gt.ablate(Net(), nn.LSTM),
     ),
-    "time first": (GradtraceError, "which is time in '0'", lambda: gt.ablate(TIMED, "0", "mean")),
+    "time first": (GradtraceError, "or time .* dimension 0", lambda: run(TIMED, "0", "mean")),
     "misspelt": (UnknownName, r"did you mean 'embed'", lambda: run(Net(), "embd")),
     "misspelt label": (UnknownName, "did you mean 'slot 1'", lambda: run(Net(), "slott 1")),
     "not called": (GradtraceError, "'unused' was never called", lambda: run(Net(), "unused")),

@@ -71,12 +71,6 @@ class ablate:
             raise GradtraceError(f"ablate takes a torch.nn.Module, not a {type(model).__name__}")
         if isinstance(how, str) and how not in ("zero", "mean"):
             raise GradtraceError(f"how is 'zero', 'mean', a tensor or a number, not {how!r}")
-        timed = [n for n, m in named_modules(model) if getattr(m, "batch_first", None) is False]
-        if timed and isinstance(how, str) and how == "mean":
-            raise GradtraceError(
-                f"how='mean' is over dimension 0, which is time in {timed[0] or 'the model'!r} "
-                "(batch_first=False), and not samples: use 'zero' or a tensor"
-            )
         self.model, self.by, self.how, self.known = model, spelt(by), how, _known(model)
         self.components = _components(self.known, self.by)
         self._called, self._labels, self._open = set[Part](), dict[str, None](), ExitStack()
@@ -130,6 +124,8 @@ class ablate:
 
     def _check(self, components: Mapping[str, tuple[Part, ...]]) -> None:
         """Raise an error if a component was never called, or there is none."""
+        if not components:
+            raise UnknownName(f"no {self.by} are known in this model: see gradtrace.label")
         for name, parts in components.items():
             if self._called.isdisjoint(parts):
                 names = [*(part.name for part in self.known), *self._labels]
@@ -138,8 +134,6 @@ class ablate:
                     f"{name!r} was never called, or given to gradtrace.label, inside ablate{hint}: "
                     "lists of modules are not called, nor nn.MultiheadAttention's projection"
                 )
-        if not components:
-            raise UnknownName(f"no {self.by} are known in this model: see gradtrace.label")
 
     # Replacing ------------------------------------------------------------------------------------
 
@@ -159,19 +153,19 @@ class ablate:
 
     def _hooked(self, part: Part, module: nn.Module) -> Any:
         """The handle of a hook that replaces what a module returns, or one of its heads."""
-        if part.head < 0:
-            return module.register_forward_hook(partial(self._whole, part))
-        joined = _joined(module)
-        if joined is None:
-            return module.register_forward_hook(partial(self._head, part))
-        return joined.register_forward_pre_hook(partial(self._head, part))
+        joined = _joined(module) if part.head >= 0 else None
+        if joined is not None:
+            return joined.register_forward_pre_hook(partial(self._head, part))
+        change = self._whole if part.head < 0 else self._head
+        return module.register_forward_hook(partial(change, part))
 
-    def _whole(self, part: Part, module: nn.Module, args: Any, out: Any) -> Any:
+    def _whole(self, part: Part, module: Any, args: Any, out: Any) -> Any:
         """What a module returned, with other floating tensors."""
 
         def change(x: Tensor) -> Tensor:
             states = isinstance(module, nn.RNNBase) and x is not out[0]  # have layers first
-            return self._value(x, part, int(states)) if x.is_floating_point() else x
+            samples = None if getattr(module, "batch_first", True) is False else int(states)
+            return self._value(x, part, samples) if x.is_floating_point() else x
 
         self._called.add(part)
         if not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(out)):
@@ -212,8 +206,8 @@ class ablate:
             return value.detach().to(x).expand_as(x).clone()
         if samples is None or x.dim() == 0 or x.shape[samples] == 1:
             raise GradtraceError(
-                f"{part.name!r} has one sample here (shape {tuple(x.shape)}), or slices along "
-                "dimension 0, so there is no mean: use larger batches, 'zero' or a tensor"
+                f"{part.name!r} (shape {tuple(x.shape)}) has one sample, or time or slices along "
+                "dimension 0, so there is no mean over samples: use 'zero' or a tensor"
             )
         return x.detach().mean(samples, keepdim=True).expand_as(x).clone()
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 from glob import escape
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,16 +44,10 @@ WAIT = timedelta(days=1)
 
 UNSEEDED = ": is it shuffled? Then give it generator=torch.Generator().manual_seed(0)"
 
-
-class End(NamedTuple):
-    """What a rank knows in the end: digests of its weights and settings, and of the first batch;
-    what was found, by it and in journals; and whether it was stopped.
-    """
-
-    run: str
-    first: str
-    found: Found
-    stopped: bool
+End: TypeAlias = tuple[str, str, Found, bool]
+"""What a rank knows in the end: digests of its weights and settings, and of the first batch; what
+was found, by it and in journals; and whether it was stopped.
+"""
 
 
 def influence(
@@ -76,12 +70,10 @@ def influence(
     added up in the order of the loader, with standard errors over losses.
 
     With ``journal`` each batch is a line in a file, and the same call goes on from there: for the
-    same weights, settings and ``key``, which may name the data and the loss. The loader must give
-    the same batches in the same order; that its first is the same is checked. Ctrl-C ends the run
-    with the table so far. Where ``torch.distributed`` is initialised all ranks call this with the
-    same loader: batch n is traced by rank n modulo their number, and each gets the whole table.
-    What a loss draws (dropout) follows from ``seed`` and the number of its batch; buffers, modes
-    and random generators are put back.
+    same weights, settings, ``key`` and first batch, in the same order. Ctrl-C ends the run with the
+    table so far. Under ``torch.distributed`` all ranks call this with the same loader: batch n is
+    traced by rank n modulo their number, and each gets the whole table. What a loss draws (dropout)
+    follows from ``seed`` and the number of its batch; buffers, modes and generators are put back.
 
     Args:
         model: The model. DistributedDataParallel and ``fully_shard`` are unwrapped meanwhile.
@@ -119,7 +111,7 @@ def influence(
             return None
         return trace.influence(by, of=leaves, index=index, sample=sample, seed=seed + number)
 
-    settings = ["influence", by, spelt(of), index, per_sample, rule, sample, seed, key]
+    settings = [json.dumps(json_value([by, spelt(of), index, per_sample, rule, sample, seed, key]))]
     run = _Run(model, loss_fn, loader, measure, settings, seed, per_sample)
     return run.table(journal, progress)
 
@@ -156,7 +148,7 @@ def decompose(
     def measure(watched: watch, loss: Tensor, number: int) -> Table:
         return watched.trace(loss).decompose(by)
 
-    settings = ["decompose", by, seed, key]
+    settings = ["decompose", json.dumps(json_value([by, seed, key]))]
     return _Run(model, loss_fn, loader, measure, settings, seed, False).table(journal, progress)
 
 
@@ -168,7 +160,7 @@ class _Run:
     loss_fn: LossFn
     loader: Iterable[Any]
     measure: Measure
-    settings: list[Any]
+    settings: list[str]
     seed: int
     per_sample: bool
 
@@ -190,8 +182,12 @@ class _Run:
                 "the loader has a DistributedSampler, and batches are shared out to ranks here: "
                 "give all ranks the same loader, without one"
             )
-        facts = _facts(unwrapped(self.model)) if file or world > 1 else ()
-        run, first = _digest([json.dumps(json_value(self.settings)), *facts]), ""
+        facts, model = list[Any](self.settings), unwrapped(self.model)
+        if file or world > 1:  # what counts depend on
+            facts += [each.training for each in model.modules()]
+            facts += [x for pair in model.named_parameters() for x in pair]
+            facts += [x for pair in model.named_buffers() for x in pair]
+        run, first = _digest(facts), ""
         found, kept = _read(file, run) if file else (Found(), "")
         own = file and file.with_name(f"{file.name}.rank{rank}")
         try:
@@ -206,8 +202,8 @@ class _Run:
                         known = {"run": run, "first": first, "batch": number}
                         append_line(own, {**known, "tables": found[number]})
         except KeyboardInterrupt:
-            return End(run, first, found, True)
-        return End(run, first, found, False)
+            return run, first, found, True
+        return run, first, found, False
 
     def _traced(self, batch: Any, number: int) -> list[dict[str, Any] | None]:
         """The tables of a batch's losses, each traced by itself."""
@@ -246,28 +242,28 @@ class _Run:
 
 def _total(ends: list[End]) -> Table:
     """The sum of what all ranks have found, in the order of batches."""
-    if len({end.run for end in ends}) > 1:
+    runs, firsts, founds, stops = zip(*ends)
+    if len({*runs}) > 1:
         raise GradtraceError(
             "the ranks differ in weights or settings: load the same weights on all of them, or "
             "seed them alike before the model is made"
         )
-    if len({end.first for end in ends if end.first}) > 1:
+    if len({*firsts} - {""}) > 1:
         raise GradtraceError(
             "the loaders of the ranks do not give the same batches, so some samples were counted "
             f"twice and others never{UNSEEDED}"
         )
-    found = {number: tables for end in ends for number, tables in end.found.items()}
+    found = {number: tables for some in founds for number, tables in some.items()}
     kept = [each for number in sorted(found) for each in found[number]]
     known = [Table.from_dict(each) for each in kept if each is not None]
-    stopped = any(end.stopped for end in ends)
-    if stopped and not known:
+    if any(stops) and not known:
         raise KeyboardInterrupt
     if not known:
         none = "no leaf of of= takes part in any loss" if kept else "the loader gave no batch"
         raise GradtraceError(f"{none}, so there is nothing to measure")
     without = replace(known[0], rows=(), notes=())  # these losses count, too
     table = Table.total([*known, *[without] * kept.count(None)])
-    if not stopped:
+    if not any(stops):
         return table
     note = f"Stopped by Ctrl-C: {len(found):,} batches were counted"
     about = {**table.about, "interrupted": True}
@@ -314,13 +310,8 @@ def _read(journal: Path, run: str) -> tuple[Found, str]:
     return found, first
 
 
-def _facts(model: nn.Module) -> list[Any]:
-    """What counts depend on: modes, weights, buffers."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return [*(module.training for module in model.modules()), *(x for pair in named for x in pair)]
-
-
 def _digest(values: Iterable[Any]) -> str:
+    """A digest of tensors, numbers and texts; of anything else, of its type."""
     found = hashlib.sha256()
     for value in values:
         if isinstance(value, Tensor):
@@ -331,9 +322,6 @@ def _digest(values: Iterable[Any]) -> str:
             plain = value is None or isinstance(value, (bool, int, float, str, bytes))
             found.update(repr(value if plain else type(value).__name__).encode())
     return found.hexdigest()
-
-
-# What is shown -----------------------------------------------------------------------------------
 
 
 def _shown(loader: Iterable[Any], wanted: bool) -> Iterable[Any]:

@@ -110,7 +110,7 @@ def check(
     >>> result.ok, result.verdict
     (True, 'gradients agree: 4 elements of 2 parameters')
     """
-    _refuse(model, loss_fn, sample, tolerance)
+    _refuse(model, sample, tolerance)
     names: dict[nn.Parameter, str] = {}
     for name, parameter in named_parameters(model):
         if parameter.requires_grad:
@@ -128,11 +128,11 @@ def check(
     return Check("Gradient check", COLUMNS, rows, (_sentence(rows),), about)
 
 
-def _refuse(model: object, loss_fn: object, sample: int | None, tolerance: float) -> None:
+def _refuse(model: object, sample: int | None, tolerance: float) -> None:
     """Raise an error for invalid arguments, before anything is called."""
     if not isinstance(model, nn.Module):
-        swapped = "; the order is check(model, loss_fn)" if isinstance(loss_fn, nn.Module) else ""
-        raise GradtraceError(f"check takes a torch.nn.Module, got {type(model).__name__}{swapped}")
+        kind = type(model).__name__
+        raise GradtraceError(f"check(model, loss_fn) takes a torch.nn.Module, got {kind}")
     if (sample is not None and sample < 1) or not 0 < tolerance < 1:
         raise GradtraceError(
             f"sample is at least 1, tolerance in (0, 1), not {sample}, {tolerance}"
@@ -294,12 +294,18 @@ CASTS: dict[Any, Any] = dict.fromkeys((Tensor.half, Tensor.bfloat16, Tensor.floa
 _RUN_BACKWARD: Any = vars(torch.autograd)["_engine_run_backward"]
 
 
-class _WideLoss:
-    """Evaluates a loss again and again, with equal random numbers, buffers and modes."""
+class _WideLoss(TorchFunctionMode):
+    """Evaluates a loss again and again, with equal random numbers, buffers and modes.
+
+    Within this mode torch computes in double precision, whatever the dtype of its arguments. Each
+    narrow tensor has one wide stand-in, so that in-place writes to it are seen later. The model's
+    own tensors have one too, in its modules and for closures over them.
+    """
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, parameters: list[nn.Parameter], seed: int
     ) -> None:
+        super().__init__()
         self.model, self.loss_fn, self.parameters, self.seed = model, loss_fn, parameters, seed
         self.arguments = (model,) if takes_model(loss_fn) else ()
         tensors = (*model.parameters(), *model.buffers())
@@ -337,7 +343,9 @@ class _WideLoss:
     def _at(self, values: Values) -> Iterator[dict[Tensor, Tensor]]:
         """Within, the model has other tensors, with these values."""
         stand_ins = {x: each.clone().requires_grad_(x.requires_grad) for x, each in values.items()}
-        with undisturbed(self.model), _Double(stand_ins):
+        # by id; the tensor is kept alive, so that its id stays unique
+        self.wide = {id(x): (x, wide) for x, wide in stand_ins.items()}
+        with undisturbed(self.model), self:
             seed_all(self.seed)
             try:
                 for table, own in self.tables:
@@ -355,19 +363,6 @@ class _WideLoss:
             shape = tuple(loss.shape)
             raise NotScalar(f"the loss has shape {shape}; return its .sum() or .mean()")
         return loss
-
-
-class _Double(TorchFunctionMode):
-    """Within this mode, torch computes in double precision, whatever the dtype of its arguments.
-
-    Each narrow tensor has one wide stand-in, so that in-place writes to it are seen later. The
-    model's own tensors have one too, so that closures over them use it.
-    """
-
-    def __init__(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
-        super().__init__()
-        # by id; the tensor is kept alive, so that its id stays unique
-        self.wide = {id(x): (x, wide) for x, wide in stand_ins.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
