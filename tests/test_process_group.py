@@ -81,7 +81,7 @@ def test_ranks_together_are_one_process(name: str, world: Ended) -> None:
 def test_an_error_on_one_rank_reaches_all_and_the_run_goes_on(world: Ended, who: int) -> None:
     many = len(world.codes)
     for told in world.each("wrong", f"rank {who} raises"):
-        assert told.startswith(f"RankFailed: rank {who}: batch {who + many}: loss_fn")
+        assert told.startswith(f"RankFailed: rank {who}: batch {who + many}, a list of")
         assert told.endswith("ValueError: no such word")
     assert world.each("wrong", f"resumed {who}") == [by_twos()] * many
 
@@ -202,4 +202,4 @@ def test_the_command_measures_on_two_ranks(groups: dict[str, Ended]) -> None:
 def test_the_command_fails_on_all_ranks_with_one(groups: dict[str, Ended]) -> None:
     ended = groups["fails"]
     assert ended.codes == [2, 2] and ended.out(0) == ended.out(1) == ""
-    assert "rank 1: batch 1: loss_fn" in ended.err(0) and "no such word" in ended.err(0)
+    assert "rank 1: batch 1, a list of" in ended.err(0) and "no such word" in ended.err(0)

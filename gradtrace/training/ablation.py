@@ -47,11 +47,10 @@ class ablate:
     """Run a model without some of its parts: ``with gt.ablate(model, "lstm"): loss = ...``.
 
     Inside, the outputs of these parts become ``how``: 0; their mean over the samples (dimension 0);
-    or a tensor or number, broadcast. No gradient comes through them. Of a head, and of slices that
-    ``gradtrace.label`` named, that part of the tensor is replaced (heads: before their output
-    projection). The modules still run. ``with`` gives the names of the components; one that was
-    never called inside is an error at the end. Blocks under ``torch.utils.checkpoint`` run again in
-    the backward pass: call that inside, too.
+    or a tensor or number, broadcast. No gradient comes through them. Heads are replaced in what
+    their output projection is given. ``with`` gives the names of the components; one that was never
+    called inside is an error at the end. Under ``torch.utils.checkpoint`` blocks run again in the
+    backward pass: call that inside, too.
 
     Args:
         model: The model; afterwards it is as before.
@@ -113,8 +112,7 @@ class ablate:
             self._check(found)
         rows: Any = [(n, *_interval(each, seed)) for n, each in rises.items() if n not in unmet]
         notes = (f"never called: {listed(unmet)}",) if unmet else ()
-        how = self.how if isinstance(self.how, str) else "value"
-        about = {"how": how, "batches": len(wholes), "loss": sum(wholes) / len(wholes)}
+        about = {"batches": len(wholes), "loss": sum(wholes) / len(wholes)}
         return Table("Rise of the loss without it", COLUMNS, tuple(rows), notes, about).sort("rise")
 
     def _loss(self, loss_fn: Any, batch: Any, seed: int, parts: tuple[Part, ...]) -> float:
@@ -126,24 +124,20 @@ class ablate:
         """Raise an error if a component was never called, or there is none."""
         if not components:
             raise UnknownName(f"no {self.by} are known in this model: see gradtrace.label")
+        names = [*(part.name for part in self.known), *self._labels]
         for name, parts in components.items():
             if self._called.isdisjoint(parts):
-                names = [*(part.name for part in self.known), *self._labels]
                 hint = "" if parts[0].module else did_you_mean(name, names, show=repr)
                 raise UnknownName(
                     f"{name!r} was never called, or given to gradtrace.label, inside ablate{hint}: "
                     "lists of modules are not called, nor nn.MultiheadAttention's projection"
                 )
 
-    # Replacing ------------------------------------------------------------------------------------
-
     @contextmanager
     def _without(self, parts: tuple[Part, ...]) -> Iterator[None]:
         """Within, these parts are replaced."""
         cut = partial(self._labelled, [part for part in parts if part.module is None])
-        with ExitStack() as stack:
-            stack.enter_context(eager())  # hooks inside compiled modules would not run
-            stack.enter_context(UNFUSED())
+        with eager(), UNFUSED(), ExitStack() as stack:  # compiled modules run no new hooks
             for part in parts:
                 if part.module is not None:
                     stack.callback(self._hooked(part, part.module).remove)
@@ -170,7 +164,7 @@ class ablate:
         self._called.add(part)
         if not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(out)):
             raise GradtraceError(
-                f"{part.name!r} returned a {type(out).__name__}, no floating tensor"
+                f"{part.name!r} returned a {type(out).__name__}: no floating tensor"
             )
         return tree_map_only(Tensor, change, out)
 
@@ -212,9 +206,6 @@ class ablate:
         return x.detach().mean(samples, keepdim=True).expand_as(x).clone()
 
 
-# Components --------------------------------------------------------------------------------------
-
-
 def _known(model: nn.Module) -> list[Part]:
     """Modules, and the heads of the innermost modules that have some."""
     modules, heads = dict(named_modules(model)), list[Part]()
@@ -239,9 +230,9 @@ def _components(known: list[Part], by: Any) -> dict[str, tuple[Part, ...]]:
     """The parts that each component is made of."""
     if isinstance(by, Mapping):
         return {str(name): _found(known, parts) for name, parts in by.items()}
-    names = list[Any]()
+    names, modules = list[Any](), {part.name: part.module for part in known if part.module}
     for each in by if isinstance(by, list) else [by]:
-        kind = each in KINDS and (each == by or all(part.name != each for part in known))
+        kind = each in KINDS and (each == by or each not in modules)
         names += _kind(known, each) if kind else [each]
     return {str(name): _found(known, name) for name in names}
 
@@ -249,13 +240,12 @@ def _components(known: list[Part], by: Any) -> dict[str, tuple[Part, ...]]:
 def _kind(known: list[Part], kind: str) -> list[str]:
     """The names of the components of a kind."""
     modules = {part.name: part.module for part in known if part.module and part.kind}
-    if kind == "labels":
-        return ["label:*"]
-    if kind in ("heads", "modules"):
+    if kind in ("modules", "heads"):
         return [part.name for part in known if bool(part.kind) == (kind == "modules")]
-    lists = expert_lists(modules) if kind == "experts" else layer_lists(modules)
+    lists = {"layers": layer_lists, "experts": expert_lists}.get(kind, lambda _: [])(modules)
     lists = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
-    return [f"{name}.{key}" for name in lists for key in modules[name]._modules]
+    names = [f"{name}.{key}" for name in lists for key in modules[name]._modules]
+    return ["label:*"] if kind == "labels" else names
 
 
 def _found(known: list[Part], wanted: Any) -> tuple[Part, ...]:

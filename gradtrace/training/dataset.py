@@ -39,9 +39,7 @@ Measure = Callable[[watch, Tensor, int], Table | None]
 Found: TypeAlias = dict[int, list[dict[str, Any] | None]]
 """The tables of each batch that is done, by its number, as JSON values."""
 
-WAIT = timedelta(days=1)
-"""How long ranks that are done wait for the slowest."""
-
+WAIT = timedelta(days=1)  # of ranks that are done, for the slowest
 UNSEEDED = ": is it shuffled? Then give it generator=torch.Generator().manual_seed(0)"
 
 End: TypeAlias = tuple[str, str, Found, bool]
@@ -94,7 +92,6 @@ def influence(
         The table; ``about["interrupted"]`` if it was stopped by Ctrl-C.
 
     >>> import torch, gradtrace as gt
-    >>> _ = torch.manual_seed(0)
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
     >>> batches = [torch.randn(4, 2) for _ in range(3)]
     >>> table = gt.influence(model, lambda model, x: model(x).square().mean(), batches)
@@ -128,7 +125,7 @@ def decompose(
     progress: bool | None = None,
 ) -> Table:
     """The gradient through each component over a data set: ``trace.decompose`` of every loss,
-    added up. Arguments are those of ``gradtrace.influence``.
+    added up, as ``gradtrace.influence`` does.
 
     Args:
         model: The model.
@@ -174,14 +171,9 @@ class _Run:
             return _total(_gathered(lambda: self._counted(file, rank, world, shown), rank, world))
 
     def _counted(self, file: Path | None, rank: int, world: int, shown: bool) -> End:
-        """Trace the batches of this rank, but those of which some rank's journal has tables. Others
-        may write theirs meanwhile: those are no batches of this rank.
-        """
+        """Trace the batches of this rank that no journal has; others only add those of others."""
         if world > 1 and isinstance(getattr(self.loader, "sampler", 0), DistributedSampler):
-            raise GradtraceError(
-                "the loader has a DistributedSampler, and batches are shared out to ranks here: "
-                "give all ranks the same loader, without one"
-            )
+            raise GradtraceError("the loader has a DistributedSampler: give all ranks all batches")
         facts, model = list[Any](self.settings), unwrapped(self.model)
         if file or world > 1:  # what counts depend on
             facts += [each.training for each in model.modules()]
@@ -211,24 +203,18 @@ class _Run:
             seed_all(self.seed + 1_000_003 * number)
             try:
                 with watch(self.model, diagnose=False) as watched:
-                    losses = self._losses(batch)
+                    losses = self._losses(self.loss_fn(self.model, batch))
                 tables = [self.measure(watched, each, number) for each in losses]
             except GradtraceError as error:
                 raise type(error)(f"batch {number}: {error}") from error
+            except Exception as error:
+                shapes = reprlib.repr(tree_map_only(Tensor, lambda x: tuple(x.shape), batch))
+                text = f"{type(batch).__name__} of {shapes}: {type(error).__name__}"
+                raise GradtraceError(f"batch {number}, a {text}: {reason_of(error)}") from error
         return [table if table is None else table.to_dict() for table in tables]
 
-    def _losses(self, batch: Any) -> list[Tensor]:
+    def _losses(self, loss: Any) -> list[Tensor]:
         """The losses of a batch, one by one."""
-        try:
-            loss = self.loss_fn(self.model, batch)
-        except GradtraceError:
-            raise
-        except Exception as error:
-            shapes = reprlib.repr(tree_map_only(Tensor, lambda x: tuple(x.shape), batch))
-            raise GradtraceError(
-                f"loss_fn(model, batch) takes no {type(batch).__name__} of {shapes}: "
-                f"{type(error).__name__}: {reason_of(error)}"
-            ) from error
         if not isinstance(loss, Tensor):
             raise GradtraceError(f"loss_fn returned a {type(loss).__name__}; return the loss")
         if self.per_sample and loss.dim() == 1 and len(loss):
@@ -244,15 +230,9 @@ def _total(ends: list[End]) -> Table:
     """The sum of what all ranks have found, in the order of batches."""
     runs, firsts, founds, stops = zip(*ends)
     if len({*runs}) > 1:
-        raise GradtraceError(
-            "the ranks differ in weights or settings: load the same weights on all of them, or "
-            "seed them alike before the model is made"
-        )
+        raise GradtraceError("the ranks differ in weights or settings: load or seed them alike")
     if len({*firsts} - {""}) > 1:
-        raise GradtraceError(
-            "the loaders of the ranks do not give the same batches, so some samples were counted "
-            f"twice and others never{UNSEEDED}"
-        )
+        raise GradtraceError(f"the loaders of the ranks do not give the same batches{UNSEEDED}")
     found = {number: tables for some in founds for number, tables in some.items()}
     kept = [each for number in sorted(found) for each in found[number]]
     known = [Table.from_dict(each) for each in kept if each is not None]
@@ -266,8 +246,7 @@ def _total(ends: list[End]) -> Table:
     if not any(stops):
         return table
     note = f"Stopped by Ctrl-C: {len(found):,} batches were counted"
-    about = {**table.about, "interrupted": True}
-    return replace(table, notes=(*table.notes, note), about=about)
+    return replace(table, notes=(*table.notes, note), about={**table.about, "interrupted": True})
 
 
 def _gathered(call: Callable[[], End], rank: int, world: int) -> list[End]:
@@ -279,8 +258,7 @@ def _gathered(call: Callable[[], End], rank: int, world: int) -> list[End]:
     try:
         mine = call()
     except Exception as error:
-        kind = "" if isinstance(error, GradtraceError) else f"{type(error).__name__}: "
-        failed, cause = f"rank {rank}: {kind}{reason_of(error)}", error
+        failed, cause = f"rank {rank}: {reason_of(error)}", error
     try:
         dist.all_gather_object(said, (mine, failed), group=group)
     except RuntimeError as error:
@@ -293,25 +271,20 @@ def _gathered(call: Callable[[], End], rank: int, world: int) -> list[End]:
     return [each for each, _ in said]
 
 
-# Journals ----------------------------------------------------------------------------------------
-
-
 def _read(journal: Path, run: str) -> tuple[Found, str]:
     """The batches that were counted, by any rank, and the digest of the first one."""
     found, first = Found(), ""
     for path in sorted(journal.parent.glob(f"{escape(journal.name)}.rank*[0-9]")):
         for line in read_lines(path):
             if not isinstance(line, dict) or line.get("run") != run:
-                raise BadFile(
-                    f"'{path}' is of other weights, settings or another key=, or no journal: "
-                    "choose another, or remove it"
-                )
+                other = "of other weights, settings or another key=, or no journal"
+                raise BadFile(f"'{path}' is {other}: choose another, or remove it")
             found[line["batch"]], first = line["tables"], line["first"]
     return found, first
 
 
 def _digest(values: Iterable[Any]) -> str:
-    """A digest of tensors, numbers and texts; of anything else, of its type."""
+    """A digest of tensors, numbers and texts; of anything else its type."""
     found = hashlib.sha256()
     for value in values:
         if isinstance(value, Tensor):

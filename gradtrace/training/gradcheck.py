@@ -1,15 +1,12 @@
 """``check``: does autograd's gradient agree with finite differences of the loss?
 
-The loss is evaluated in double precision on the user's own model, so that closures over it, tied
-weights and custom functions are checked as training uses them. None of its tensors is modified:
-meanwhile others stand in for its parameters and buffers, and a mode widens every other tensor, such
-as the batch, where the loss uses it.
+The loss is evaluated in double precision on the user's own model. None of its tensors is modified:
+others stand in for its parameters and buffers, and a mode widens other tensors, as the batch.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,10 +31,12 @@ LossFn = Callable[..., Tensor]
 Values = Mapping[Tensor, Tensor]
 """A point: the values of parameters and buffers, in double precision."""
 
-EPSILON = sys.float_info.epsilon
+Found = tuple[Any, ...]
+"""A verdict, and the error, place, analytic and numeric slope of a row."""
+
+EPSILON = torch.finfo(torch.float64).eps
 STEPS = tuple(EPSILON ** (1 / 3) / finer for finer in (1, 16, 256))
-"""Steps of differences: the first balances the truncation error h² and the rounding error ε/h, the
-others tell curvature, and kinks nearby, from a wrong gradient."""
+"""The first balances truncation h² and rounding ε/h; others tell curvature, and kinks nearby."""
 
 NEARBY = 1e-3  # how far away, relative to an element, is looked whether the gradient is at a kink
 MOST_OF_EACH, MOST_OF_ALL = 64, 1024  # elements that are checked, of a parameter and of all
@@ -85,14 +84,13 @@ def check(
         error    = |analytic - numeric| / max(|analytic|, |numeric|, noise / tolerance)
         noise    = 10 σ / h        σ: the rounding error of f, measured
 
-    An error above ``tolerance`` is looked at with smaller steps; if it vanishes it was due to
-    curvature, or a kink nearby. If the gradient is right at points a thousandth to both sides, this
-    one has no derivative ("kink": a relu at exactly 0, a tie). Otherwise it is wrong.
+    An error above ``tolerance`` that vanishes with smaller steps was due to curvature, or a kink
+    nearby. If the gradient is right a thousandth to both sides, the point has no derivative
+    ("kink": a relu at exactly 0, a tie). Otherwise it is wrong.
 
-    ``loss_fn`` is called some hundred times, each time with the same random numbers and buffers, so
-    dropout and batch norm are checked as they are in training. Of a large parameter some elements
-    are checked, the one of the largest gradient among them, and the slope along random signs over
-    all the others. The model, its gradients and random generators are left as before.
+    ``loss_fn`` is called some hundred times with the same random numbers and buffers: dropout and
+    batch norm are checked as in training. Of a large parameter some elements are checked, and the
+    slope along random signs over all the others. Model and generators are left as before.
 
     Args:
         model: The model.
@@ -111,10 +109,8 @@ def check(
     (True, 'gradients agree: 4 elements of 2 parameters')
     """
     _refuse(model, sample, tolerance)
-    names: dict[nn.Parameter, str] = {}
-    for name, parameter in named_parameters(model):
-        if parameter.requires_grad:
-            names.setdefault(parameter, name)
+    named = [*named_parameters(model)][::-1]  # of several names the first
+    names = {parameter: name for name, parameter in named if parameter.requires_grad}
     if not names:
         raise NoGraph("no parameter of the model requires grad, so there is nothing to check")
     sample = sample or min(MOST_OF_EACH, max(1, MOST_OF_ALL // len(names)))
@@ -134,9 +130,7 @@ def _refuse(model: object, sample: int | None, tolerance: float) -> None:
         kind = type(model).__name__
         raise GradtraceError(f"check(model, loss_fn) takes a torch.nn.Module, got {kind}")
     if (sample is not None and sample < 1) or not 0 < tolerance < 1:
-        raise GradtraceError(
-            f"sample is at least 1, tolerance in (0, 1), not {sample}, {tolerance}"
-        )
+        raise GradtraceError(f"sample is from 1 on, tolerance in (0, 1): {sample}, {tolerance}")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise Unsupported("a scripted model keeps its parameters to itself; check it unscripted")
     for name, parameter in model.named_parameters():
@@ -149,10 +143,7 @@ def _refuse(model: object, sample: int | None, tolerance: float) -> None:
 
 def takes_model(loss_fn: LossFn) -> bool:
     """``lambda model: ...`` takes the model; ``lambda: ...`` and ``lambda x=x: ...`` do not."""
-    try:
-        parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):
-        return True  # written in C: no signature
+    parameters = inspect.signature(loss_fn).parameters.values()
     return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in parameters)
 
 
@@ -166,9 +157,6 @@ def _sentence(rows: Sequence[tuple[Any, ...]]) -> str:
     return f"gradients agree: {count:,} elements of {len(rows):,} parameters{note}"
 
 
-# Comparing ---------------------------------------------------------------------------------------
-
-
 class _Point(NamedTuple):
     """The loss at a point, and its gradient."""
 
@@ -179,8 +167,7 @@ class _Point(NamedTuple):
 
 class _Comparison:
     """Compares slopes along directions with the gradient, which is computed once. A direction is in
-    one parameter: ``signs`` at the elements ``at``, 0 elsewhere. What is found of it is a verdict,
-    and the row's error, place, analytic and numeric slope.
+    one parameter: ``signs`` at the elements ``at``, 0 elsewhere.
     """
 
     def __init__(self, loss: _WideLoss, tolerance: float, seed: int) -> None:
@@ -190,10 +177,7 @@ class _Comparison:
         if not isfinite(self.here.loss):
             raise NonFinite(f"the loss is {self.here.loss}, so there is no gradient to check")
         if all(gradient is None for gradient in self.here.gradients.values()):
-            raise NoGraph(
-                "the loss depends on no parameter of the model that requires grad; is it computed "
-                "from another model, or detached?"
-            )
+            raise NoGraph("the loss depends on no parameter of this model that requires grad")
         self.noise = self._noise()
 
     def row(self, parameter: nn.Parameter, sample: int) -> tuple[Any, ...]:
@@ -205,9 +189,7 @@ class _Comparison:
         size = parameter.numel()
         return min(sample, size), size, *worst, VERDICTS[verdict]
 
-    def _directions(
-        self, parameter: nn.Parameter, sample: int
-    ) -> Iterator[tuple[Tensor, Tensor, str]]:
+    def _directions(self, parameter: nn.Parameter, sample: int) -> Iterator[Any]:
         """The element with the largest gradient, others, and all the rest."""
         order, device = torch.randperm(parameter.numel(), generator=self.random), parameter.device
         gradient = self.here.gradients[parameter]
@@ -220,32 +202,29 @@ class _Comparison:
         if len(rest := order[sample:].to(device)):
             yield rest, self._drawn(rest).sign(), f"{len(rest):,} others"
 
-    def _compared(self, *direction: Any) -> tuple[Any, ...]:
+    def _compared(self, *direction: Any) -> Found:
         """What is found at the point; and where it is wrong there, what is found beside it."""
-        verdict, error, place, analytic, numeric = self._at(self.here, *direction)
-        if verdict == WRONG and isfinite(analytic) and self.nearby:
+        verdict, *found = self._at(self.here, *direction)
+        if verdict == WRONG and isfinite(found[-2]) and self.nearby:
             right = all(self._at(point, *direction)[0] == OK for point in self.nearby)
             verdict = KINK if right else WRONG
-        return verdict, error, place, analytic, numeric
+        return verdict, *found
 
-    def _at(
-        self, point: _Point, parameter: nn.Parameter, at: Tensor, signs: Tensor, place: str
-    ) -> tuple[Any, ...]:
+    def _at(self, point: _Point, parameter: Any, at: Tensor, signs: Tensor, place: str) -> Found:
         """``error = |a - n| / max(|a|, |n|, noise / tolerance)``, with smaller steps as long as it
         is too large and rounding noise small against it; of wrong ones, that of the first step.
         """
         gradient, values = point.gradients[parameter], point.values[parameter]
         analytic = 0.0 if gradient is None else float((gradient[at] * signs).sum())
-        size, found = max(float(values.view(-1)[at].abs().amax()), 1.0), list[tuple[Any, ...]]()
+        size, found = max(float(values.view(-1)[at].abs().amax()), 1.0), list[Found]()
         for step in (size * step for step in STEPS):
             noise = self.noise / step
             if found and noise > abs(analytic - found[0][-1]) / DEVIATIONS:
                 break
-            ends = list[float]()
-            for by in (step, -step):
-                moved = values.view(-1).index_add(0, at, by * signs).view_as(values)
-                ends.append(self.loss.value({**point.values, parameter: moved}))
-            numeric = (ends[0] - ends[1]) / (2 * step)
+            moved = (values.view(-1).index_add(0, at, by * signs) for by in (step, -step))
+            spots = ({**point.values, parameter: each.view_as(values)} for each in moved)
+            right, left = map(self.loss.value, spots)
+            numeric = (right - left) / (2 * step)
             off = abs(analytic - numeric)
             scale = max(abs(analytic), abs(numeric), noise / self.tolerance)
             error = inf if not isfinite(off) else off / scale if off else 0.0
@@ -278,15 +257,12 @@ class _Comparison:
         if not abs(again - loss) <= 1e-10 * abs(loss):
             raise GradtraceError(
                 f"two evaluations of the loss at the same point give {loss!r} and {again!r}: "
-                "loss_fn changes from call to call. Fix its batch (no next(iterator) inside), its "
-                "random numbers (torch, random and numpy are reset) and any state it keeps"
+                "loss_fn changes from call to call. Fix its batch and any state it keeps"
             )
         others = [self.loss.value(x) for _ in range(4) for x in self._beside(EPSILON)]
         known = [abs(other - loss) for other in others if isfinite(other)]
         return DEVIATIONS * max(EPSILON * abs(loss), *known)
 
-
-# The loss in double precision --------------------------------------------------------------------
 
 WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
 WIDE |= dict.fromkeys((torch.complex32, torch.complex64), torch.complex128)
@@ -302,9 +278,7 @@ class _WideLoss(TorchFunctionMode):
     own tensors have one too, in its modules and for closures over them.
     """
 
-    def __init__(
-        self, model: nn.Module, loss_fn: LossFn, parameters: list[nn.Parameter], seed: int
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, parameters: Any, seed: int) -> None:
         super().__init__()
         self.model, self.loss_fn, self.parameters, self.seed = model, loss_fn, parameters, seed
         self.arguments = (model,) if takes_model(loss_fn) else ()
@@ -316,7 +290,7 @@ class _WideLoss(TorchFunctionMode):
     def value(self, values: Values) -> float:
         """The loss at a point."""
         with self._at(values):
-            return float(self._loss().detach())
+            return float(self.loss_fn(*self.arguments).detach())
 
     def point(self, values: Values) -> _Point:
         """The loss at a point, and its gradient by autograd, flat.
@@ -325,7 +299,9 @@ class _WideLoss(TorchFunctionMode):
         though its value is that of its stand-in; the gradient is the sum of both.
         """
         with self._at(values) as stand_ins:
-            loss = self._loss()
+            loss = self.loss_fn(*self.arguments)
+            if isinstance(loss, Tensor) and loss.numel() != 1:
+                raise NotScalar(f"the loss has shape {tuple(loss.shape)}; return its .mean()")
             root_of(loss)
             refuse_complex(loss)
             leaves = [x for p in self.parameters for x in (stand_ins[p], p)]
@@ -355,14 +331,6 @@ class _WideLoss(TorchFunctionMode):
                 for table, own in self.tables:
                     table.clear()
                     table.update(own)
-
-    def _loss(self) -> Tensor:
-        """The loss; an error if it has several elements."""
-        loss = self.loss_fn(*self.arguments)
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            shape = tuple(loss.shape)
-            raise NotScalar(f"the loss has shape {shape}; return its .sum() or .mean()")
-        return loss
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
