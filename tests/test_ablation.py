@@ -288,7 +288,7 @@ def test_effects_disturb_nothing_and_compare_like_with_like() -> None:
 
 # Errors ------------------------------------------------------------------------------------------
 
-TIMED = nn.Sequential(nn.LSTM(3, 2))
+TIMED = nn.Sequential(nn.LSTM(3, 2, 2))
 ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "no model": (GradtraceError, "not a int", lambda: gt.ablate(3, "a")),  # type: ignore[arg-type]
     "how": (GradtraceError, "not 'remove'", lambda: gt.ablate(Net(), "out", "remove")),

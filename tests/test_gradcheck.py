@@ -319,6 +319,11 @@ def test_a_gradient_that_is_not_a_number_is_wrong() -> None:
     assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["rows"][0][3] == "inf"
 
 
+def test_smaller_steps_do_not_hide_a_wrong_gradient_in_noise() -> None:
+    model = nn.ParameterDict({"w": torch.tensor([0.3])})
+    assert check(model, lambda m: wrong(m["w"], 1.01).sum() + 1e6).wrong == ("w",)
+
+
 def test_a_wrong_gradient_beside_a_kink_is_wrong() -> None:
     """The kink lies within the first step, not within the finer ones."""
     model = nn.ParameterDict({"w": torch.tensor([2e-6], dtype=torch.float64)})
