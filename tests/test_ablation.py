@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradtrace as gt
 from gradtrace.autodiff import labels
-from gradtrace.errors import GradtraceError, UnknownName
+from gradtrace.errors import GradtraceError, NotScalar, UnknownName
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,7 @@ NAMED: dict[str, tuple[Any, tuple[str, ...], list[str]]] = {
     "list": (["embed", nn.LayerNorm], ("embed", "class:LayerNorm"), ["embed", *NORMS]),
     "groups": ({"a": ["layers.0.mlp", "layers.1.mlp"], "b": "layers.2.mlp"}, ("a", "b"), MLPS),
     "layers": ("layers", (*LAYERS,), LAYERS),
+    "a list of modules": (["layers"], ("layers",), LAYERS),
 }
 HOWS: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {
     "zero": ("zero", torch.zeros_like),
@@ -263,7 +264,7 @@ def test_effects_are_those_of_each_component_by_itself(by: Any) -> None:
         assert row.rise == pytest.approx(float(rises.mean()), abs=1e-6)
         assert rises.min() <= row.low <= row.rise <= row.high <= rises.max()
     assert table.column("rise") == sorted(table.column("rise"), reverse=True)
-    assert ("never called: layers, unused" in table.notes) == (by == "modules")
+    assert ("never called: unused" in table.notes) == (by == "modules")
     assert gt.ablate(model, by).effects(loss_of, BATCHES).rows == table.rows
 
 
@@ -299,7 +300,13 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         "'class:LSTM' here; did you mean 'class:L",
         lambda: gt.ablate(Net(), nn.LSTM),
     ),
-    "time first": (GradtraceError, "or time .* dimension 0", lambda: run(TIMED, "0", "mean")),
+    "time first": (GradtraceError, "which is time in '0'", lambda: gt.ablate(TIMED, "0", "mean")),
+    "no fit": (GradtraceError, "the value for 'out'", lambda: run(Net(), "out", torch.ones(3))),
+    "a vector": (
+        NotScalar,
+        "must return one number",
+        lambda: gt.ablate(Net(), "out").effects(lambda m, x: m(x), BATCHES),
+    ),
     "misspelt": (UnknownName, r"did you mean 'embed'", lambda: run(Net(), "embd")),
     "misspelt label": (UnknownName, "did you mean 'slot 1'", lambda: run(Net(), "slott 1")),
     "not called": (GradtraceError, "'unused' was never called", lambda: run(Net(), "unused")),
@@ -309,20 +316,14 @@ ERRORS: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         lambda: run(Net(), "heads"),
     ),
     "one sample": (GradtraceError, "one sample", lambda: run(Net(), "out", "mean", X[:1])),
-    "no fit": (
-        RuntimeError,
-        "must match the existing size",
-        lambda: run(Net(), "out", torch.ones(3)),
-    ),
     "mean of slices": (
         GradtraceError,
         "slices along dimension 0",
         lambda: run(nn.Sequential(Returns(lambda x: gt.label(x, 0, "row"))), "row 1", "mean"),
     ),
-    "a list": (GradtraceError, "lists of modules are not called", lambda: run(Net(), ["layers"])),
     "heads of a fused module": (
         GradtraceError,
-        "nor nn.MultiheadAttention's projection",
+        "what nn.MultiheadAttention has inside is never called",
         lambda: run(nn.TransformerEncoderLayer(4, 2, 4), "heads", x=torch.ones(2, 3, 4)),
     ),
     "no tensor": (

@@ -494,6 +494,12 @@ def changing() -> Callable[[nn.Module], Tensor]:
 
 
 LINEAR = nn.Linear(2, 2)
+
+
+def narrow(model: nn.Module) -> Tensor:
+    raise RuntimeError("expected scalar type Float but found Double")
+
+
 ERRORS: dict[str, tuple[type[GradtraceError], str, Any, Any]] = {
     "several losses": (NotScalar, r"shape \(2, 2\)", lambda m: m.weight, LINEAR),
     "NaN": (NonFinite, "loss is nan", lambda m: m.weight.sum() * float("nan"), LINEAR),
@@ -509,7 +515,9 @@ ERRORS: dict[str, tuple[type[GradtraceError], str, Any, Any]] = {
     "scripted": (Unsupported, "unscripted", lambda m: m, torch.jit.ScriptModule()),
     "changing": (GradtraceError, "changes from call to call", changing(), LINEAR),
     "wrong order": (GradtraceError, r"check\(model, loss_fn\)", LINEAR, lambda m: m),
-    "no model": (GradtraceError, "got int", lambda m: m, 3),
+    "no model": (GradtraceError, r"got \(int", lambda m: m, 3),
+    "no function": (GradtraceError, "Tensor", LINEAR.weight.sum(), LINEAR),
+    "float32 only": (Unsupported, "does not run in float64", narrow, LINEAR),
 }
 
 

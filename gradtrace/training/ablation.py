@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gradtrace.autodiff import labels
 from gradtrace.components.components import spelt
 from gradtrace.components.module_parts import expert_lists, head_count, layer_lists
-from gradtrace.errors import GradtraceError, UnknownName, did_you_mean, listed
+from gradtrace.errors import GradtraceError, NotScalar, UnknownName, did_you_mean, listed
 from gradtrace.pytorch.global_switches import UNFUSED, eager
 from gradtrace.pytorch.wrapped_modules import named_modules, user_class
 from gradtrace.table import Column, Table
@@ -70,6 +70,12 @@ class ablate:
             raise GradtraceError(f"ablate takes a torch.nn.Module, not a {type(model).__name__}")
         if isinstance(how, str) and how not in ("zero", "mean"):
             raise GradtraceError(f"how is 'zero', 'mean', a tensor or a number, not {how!r}")
+        timed = [n for n, m in named_modules(model) if getattr(m, "batch_first", None) is False]
+        if timed and isinstance(how, str) and how == "mean":
+            raise GradtraceError(
+                f"how='mean' is over dimension 0, which is time in {timed[0] or 'the model'!r} "
+                "(batch_first=False), and not samples: use 'zero' or a tensor"
+            )
         self.model, self.by, self.how, self.known = model, spelt(by), how, _known(model)
         self.components = _components(self.known, self.by)
         self._called, self._labels, self._open = set[Part](), dict[str, None](), ExitStack()
@@ -118,7 +124,10 @@ class ablate:
     def _loss(self, loss_fn: Any, batch: Any, seed: int, parts: tuple[Part, ...]) -> float:
         with undisturbed(self.model), torch.no_grad(), self._without(parts):
             seed_all(seed)
-            return float(loss_fn(self.model, batch))
+            loss = loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise NotScalar("loss_fn(model, batch) must return one number, as by .mean()")
+        return float(loss)
 
     def _check(self, components: Mapping[str, tuple[Part, ...]]) -> None:
         """Raise an error if a component was never called, or there is none."""
@@ -127,10 +136,11 @@ class ablate:
         names = [*(part.name for part in self.known), *self._labels]
         for name, parts in components.items():
             if self._called.isdisjoint(parts):
-                hint = "" if parts[0].module else did_you_mean(name, names, show=repr)
+                module = any(part.module for part in parts)
+                hint = "" if module else did_you_mean(name, names, show=repr)
                 raise UnknownName(
-                    f"{name!r} was never called, or given to gradtrace.label, inside ablate{hint}: "
-                    "lists of modules are not called, nor nn.MultiheadAttention's projection"
+                    f"{name!r} was never called, or given to gradtrace.label, inside ablate{hint}; "
+                    "what nn.MultiheadAttention has inside is never called: ablate all of it"
                 )
 
     @contextmanager
@@ -158,8 +168,7 @@ class ablate:
 
         def change(x: Tensor) -> Tensor:
             states = isinstance(module, nn.RNNBase) and x is not out[0]  # have layers first
-            samples = None if getattr(module, "batch_first", True) is False else int(states)
-            return self._value(x, part, samples) if x.is_floating_point() else x
+            return self._value(x, part, int(states)) if x.is_floating_point() else x
 
         self._called.add(part)
         if not any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(out)):
@@ -197,11 +206,14 @@ class ablate:
         """What takes the place of a tensor, whose samples are along this dimension."""
         if not isinstance(self.how, str) or self.how == "zero":
             value = torch.as_tensor(0.0 if isinstance(self.how, str) else self.how)
-            return value.detach().to(x).expand_as(x).clone()
+            try:
+                return value.detach().to(x).expand_as(x).clone()
+            except RuntimeError as error:
+                raise GradtraceError(f"the value for {part.name!r}: {error}") from None
         if samples is None or x.dim() == 0 or x.shape[samples] == 1:
             raise GradtraceError(
-                f"{part.name!r} (shape {tuple(x.shape)}) has one sample, or time or slices along "
-                "dimension 0, so there is no mean over samples: use 'zero' or a tensor"
+                f"{part.name!r} (shape {tuple(x.shape)}) has one sample, or slices along dimension "
+                "0, so there is no mean over samples: use 'zero' or a tensor"
             )
         return x.detach().mean(samples, keepdim=True).expand_as(x).clone()
 
@@ -258,7 +270,18 @@ def _found(known: list[Part], wanted: Any) -> tuple[Part, ...]:
     names = {name: None for part in known for name in (part.name, part.kind)}
     if not (hits or re.search("label:| ", wanted)) and get_close_matches(wanted, names):
         raise UnknownName(f"no module {wanted!r} here{did_you_mean(wanted, names, show=repr)}")
-    return tuple(hits) or (Part(wanted.removeprefix("label:")),)
+    called = tuple(part for hit in hits for part in _called(known, hit))
+    return called if hits else (Part(wanted.removeprefix("label:")),)
+
+
+def _called(known: list[Part], part: Part) -> Iterator[Part]:
+    """A part; in place of a list of modules, which is never called itself, its entries."""
+    if part.module is None or type(part.module).forward is not nn.Module.forward:
+        yield part
+        return
+    for each in known:
+        if each.kind and each.name.rpartition(".")[0] == part.name:
+            yield from _called(known, each)
 
 
 def _interval(rises: list[float], seed: int) -> tuple[float, float, float]:

@@ -7,6 +7,7 @@ others stand in for its parameters and buffers, and a mode widens other tensors,
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradtrace.autodiff.nodes import refuse_complex, root_of
-from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported
+from gradtrace.errors import GradtraceError, NoGraph, NonFinite, NotScalar, Unsupported, reason_of
 from gradtrace.pytorch.global_switches import DOUBLE, eager
 from gradtrace.pytorch.wrapped_modules import named_parameters, refuse_lazy
 from gradtrace.table import Column, Table
@@ -108,7 +109,7 @@ def check(
     >>> result.ok, result.verdict
     (True, 'gradients agree: 4 elements of 2 parameters')
     """
-    _refuse(model, sample, tolerance)
+    _refuse(model, loss_fn, sample, tolerance)
     named = [*named_parameters(model)][::-1]  # of several names the first
     names = {parameter: name for name, parameter in named if parameter.requires_grad}
     if not names:
@@ -124,11 +125,11 @@ def check(
     return Check("Gradient check", COLUMNS, rows, (_sentence(rows),), about)
 
 
-def _refuse(model: object, sample: int | None, tolerance: float) -> None:
+def _refuse(model: object, loss_fn: object, sample: int | None, tolerance: float) -> None:
     """Raise an error for invalid arguments, before anything is called."""
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise GradtraceError(f"check(model, loss_fn) takes a torch.nn.Module, got {kind}")
+    if not isinstance(model, nn.Module) or not callable(loss_fn):
+        kinds = f"{type(model).__name__}, {type(loss_fn).__name__}"
+        raise GradtraceError(f"check(model, loss_fn) takes a module and a function, got ({kinds})")
     if (sample is not None and sample < 1) or not 0 < tolerance < 1:
         raise GradtraceError(f"sample is from 1 on, tolerance in (0, 1): {sample}, {tolerance}")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
@@ -299,7 +300,15 @@ class _WideLoss(TorchFunctionMode):
         though its value is that of its stand-in; the gradient is the sum of both.
         """
         with self._at(values) as stand_ins:
-            loss = self.loss_fn(*self.arguments)
+            try:
+                loss = self.loss_fn(*self.arguments)
+            except RuntimeError as error:
+                if not re.search("dtype|scalar type|Double", reason_of(error)):
+                    raise
+                raise Unsupported(
+                    f"loss_fn does not run in float64, which the check needs: {reason_of(error)}; "
+                    "use the plain form of an operator, or give it float64 inputs"
+                ) from error
             if isinstance(loss, Tensor) and loss.numel() != 1:
                 raise NotScalar(f"the loss has shape {tuple(loss.shape)}; return its .mean()")
             root_of(loss)
