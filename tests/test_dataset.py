@@ -17,6 +17,7 @@ import gradtrace as gt
 from gradtrace.errors import BadFile, GradtraceError, NoGraph, NotScalar, UnknownName
 from gradtrace.files import read_lines
 from gradtrace.table import Table
+from gradtrace.tracing.influence import ordered
 from gradtrace.training.state import seed_all, undisturbed
 
 Made = tuple[nn.Module, Callable[..., Tensor], list[Tensor]]
@@ -55,9 +56,30 @@ def by_hand(model: nn.Module, loss_fn: Any, batches: list[Tensor], rule: str) ->
 def test_the_table_is_the_sum_of_those_of_the_batches(kind: str, rule: str) -> None:
     model, loss, batches = made(kind)
     table = gt.influence(model, loss, batches, rule=rule)
-    wanted = Table.total(by_hand(model, loss, batches, rule))
+    wanted = ordered(Table.total(by_hand(model, loss, batches, rule)))
     assert table.rows == wanted.rows and table.about["losses"] == len(batches)
     assert table.rows == gt.influence(model, loss, iter(batches), rule=rule).rows
+
+
+class Sometimes(nn.Module):
+    """A second branch is used where the first number of a batch is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(2, 9), nn.Linear(9, 2), nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        out: Tensor = self.a(h) + self.b(h) if x[0, 0] > 0 else self.a(h)
+        return out
+
+
+def test_what_one_batch_has_in_series_others_choose() -> None:
+    torch.manual_seed(0)
+    batches = [torch.tensor([[sign, 1.0]]) for sign in (-1.0, 1.0, 1.0)]
+    table = gt.influence(Sometimes(), lambda m, x: m(x).square().sum(), batches)
+    assert 0.5 < table["a"].share < 1 and table["a"].choice == ""
+    assert table.names[0] in "ab" and table.names[-1] == "first"
 
 
 def test_decompose_is_the_sum_of_those_of_the_batches() -> None:

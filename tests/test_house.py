@@ -120,6 +120,7 @@ DOORS: dict[str, set[str]] = {
         *("autodiff.saved_hooks", "pytorch.function_modes", "pytorch.module_calls"),
         *("components.components", "components.module_parts", "diagnosis.result", "kernels.sync"),
         *("pytorch.global_switches", "pytorch.wrapped_modules", "tracing.counting"),
+        "tracing.influence",
     },
     "cli": {
         *("autodiff", "autodiff.names", "diagnosis", "kernels", "pytorch.global_switches"),

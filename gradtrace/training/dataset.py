@@ -27,6 +27,7 @@ from gradtrace.files import append_line, json_value, read_lines
 from gradtrace.pytorch.wrapped_modules import named_parameters, unwrapped
 from gradtrace.table import Table
 from gradtrace.tracing.counting import taking_part
+from gradtrace.tracing.influence import ordered
 from gradtrace.training.state import seed_all, undisturbed
 from gradtrace.training.unwrap import apart
 from gradtrace.watching import watch
@@ -110,7 +111,7 @@ def influence(
 
     settings = [json.dumps(json_value([by, spelt(of), index, per_sample, rule, sample, seed, key]))]
     run = _Run(model, loss_fn, loader, measure, settings, seed, per_sample)
-    return run.table(journal, progress)
+    return ordered(run.table(journal, progress))
 
 
 def decompose(
@@ -125,20 +126,7 @@ def decompose(
     progress: bool | None = None,
 ) -> Table:
     """The gradient through each component over a data set: ``trace.decompose`` of every loss,
-    added up, as ``gradtrace.influence`` does.
-
-    Args:
-        model: The model.
-        loss_fn: ``loss_fn(model, batch)`` returns one loss.
-        loader: Batches.
-        by: Components, as for ``Trace.influence``.
-        seed: Of what losses draw.
-        journal: Path of the journal.
-        key: Names what the journal cannot know.
-        progress: Whether to show a progress bar; by default on a terminal.
-
-    Returns:
-        The table, with standard errors over losses.
+    added up. Arguments are those of ``gradtrace.influence``.
     """
     by = spelt(by)  # an iterator is read once
 
