@@ -257,7 +257,7 @@ def test_transformers(tmp_path: Path, how: dict[str, Any]) -> None:
     assert all(same(row, table_of(trainer, row.step)) for row in history)
     assert (tmp_path / "gradtrace.html").stat().st_size > 10_000
     logged = [line for line in trainer.state.log_history if "gradtrace/loss" in line]
-    assert [line["gradtrace/step"] for line in logged] == [0, 2]
+    assert [line["step"] for line in logged] == [0, 2]
     assert any(name.startswith("gradtrace/fork/") for name in logged[1])
     assert not vars(trainer).get("training_step") and "backward" not in vars(trainer.accelerator)
     plain = trained(tmp_path, transformers.TrainerCallback(), **how).model.state_dict()

@@ -154,8 +154,8 @@ def test_what_a_batch_may_hold(tmp_path: Path) -> None:
     (path,) = kept(tmp_path, batch=batch)[0].incidents
     found = load_incident(path)
     assert found.batch["a"] == batch["a"] and found.batch["b"][0] == "x"
-    assert torch.equal(found.batch["b"][1]["c"], torch.ones(2)) and "f" not in found.batch
-    assert found.left_out == ("f (builtin_function_or_method)", "3 (type)")
+    assert torch.equal(found.batch["b"][1]["c"], torch.ones(2)) and found.batch["f"] is None
+    assert found.left_out == ["f (builtin_function_or_method)", "3 (type)"]
     assert "Left out of the batch: f (builtin" in str(found)
     assert "float32 of shape (2,), 1 to 1" in found.words
 
@@ -214,12 +214,8 @@ def test_the_pass_of_an_accumulated_step(tmp_path: Path) -> None:
 
 
 def test_infinite_gradients_are_a_scalers_to_handle(tmp_path: Path) -> None:
-    class Scaler:
-        def get_scale(self) -> float:
-            return 4.0
-
-    scales = [1.0] * 25 + [math.inf, 1.0]
-    assert run(tmp_path, scales, scale=Scaler(), grad=4.0) == []
+    scales, scaler = [1.0] * 25 + [math.inf, 1.0], torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert run(tmp_path, scales, scale=scaler, grad=4.0) == []
     assert run(tmp_path, scales, scale=4.0, grad=4.0) == ["step25.pt"]
 
 
@@ -231,6 +227,8 @@ def test_there_are_at_most_so_many(tmp_path: Path) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 monitor.step(loss)
+            loss.backward()
+            model.zero_grad()
     assert [each.name for each in monitor.incidents] == ["step1.pt", "step3.pt"]
 
 
@@ -260,9 +258,9 @@ def test_files_that_are_none(content: bytes, tmp_path: Path) -> None:
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     found: Incident = load_incident(kept(tmp_path)[0].incidents[0])
-    with pytest.raises(GradtraceError, match=r"the model has no 'net.0.weight'; did you mean"):
+    with pytest.raises(GradtraceError, match=r"of another model: (?s:.*)net.0.weight"):
         found.load_into(nn.Linear(3, 4))
     other = Net()
     other.last = nn.Linear(4, 2)
-    with pytest.raises(GradtraceError, match=r"'last.weight' had shape \(1, 4\) and has \(2, 4\)"):
+    with pytest.raises(GradtraceError, match=r"size mismatch for last.weight"):
         found.load_into(other)

@@ -50,15 +50,8 @@ class GradTrace(Traced):
             )
         super().__init__(**options)
         self._accelerator, self._at = accelerator, start
-        self._passes = accelerator.gradient_accumulation_steps
-        self._make(
-            model,
-            accelerator.project_dir,
-            accelerator.trackers,
-            accelerator.is_main_process,
-            start=start,
-            accumulate=self._passes,
-        )
+        self._passes = passes = accelerator.gradient_accumulation_steps
+        self._make(model, accelerator.project_dir, accelerator.trackers, start, passes)
 
     def __enter__(self) -> GradTrace:
         self._backward = self._accelerator.backward
@@ -72,7 +65,7 @@ class GradTrace(Traced):
     def _traced(self, loss: Tensor, **kwargs: Any) -> Any:
         """The accelerator divides the loss by the passes of a step, and so does the trace."""
         scaled = loss if self._passes == 1 else loss / self._passes
-        self._step(scaled, self._accelerator.scaler, self._passes)
+        self._unscaled(scaled, self._accelerator.scaler, self._passes)
         found = self._backward(loss, **kwargs)
         self._at += bool(self._accelerator.sync_gradients)  # else a pass of this step follows
         if self.monitor is not None:

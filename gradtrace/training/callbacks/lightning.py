@@ -37,34 +37,26 @@ class GradTrace(Traced, Callback):  # type: ignore[misc]
         """Make the Monitor."""
         self._close()
         folder = trainer.log_dir or trainer.default_root_dir
-        self._make(
-            pl_module,
-            folder,
-            trainer.loggers,
-            trainer.is_global_zero,
-            start=trainer.global_step,
-            accumulate=trainer.accumulate_grad_batches,
-        )
-        self._batch: Any = None
+        passes = trainer.accumulate_grad_batches
+        self._make(pl_module, folder, trainer.loggers, trainer.global_step, passes)
         self._begun = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a pass: Lightning calls ``training_step``, and not the model."""
-        if self.monitor is not None:
-            self.monitor.begin(trainer.global_step)
-            self._batch, self._begun = batch, True
+        self._begin(trainer.global_step, batch)
+        self._begun = True
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Hand on the first loss of a batch."""
+        """Hand on the first loss of a batch, which a scaler has multiplied already."""
         if self._begun:
             self._begun = False
             passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self._step(loss, scaler, passes, self._batch)
+            self._step(loss, loss, scaler, passes)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the Monitor, which writes the page."""
