@@ -48,18 +48,12 @@ def _table(path: str | os.PathLike[str]) -> Table:
     try:
         return Table.from_dict(data)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadFile(
-            f"{os.fspath(path)!r} holds a table that is damaged: save it again"
-        ) from error
-
-
-def _run(path: str | os.PathLike[str]) -> Table:
-    return read(path)[0]
+        raise BadFile(f"{os.fspath(path)!r} holds a damaged table: save it again") from error
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
     ".gradtrace": load_trace,
     ".json": _table,
-    ".jsonl": _run,
+    ".jsonl": lambda path: read(path)[0],
     ".pt": load_incident,
 }
