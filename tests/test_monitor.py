@@ -242,16 +242,15 @@ def test_losses_that_are_not_finite_are_recorded(number: float) -> None:
     assert not math.isfinite(first.loss) and second["share 2"] == 1.0 and not second.note
 
 
-def test_parameters_without_a_gradient_are_named() -> None:
+@pytest.mark.parametrize("every", [1, None])
+def test_parameters_without_a_gradient_are_named_once(every: int | None) -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "left": nn.Linear(2, 1)})
-    with gt.Monitor(model, every=1) as monitor:
-        monitor.begin()
-        with pytest.warns(UserWarning, match=r"2 of 4 parameters .* left.weight, left.bias"):
+    with gt.Monitor(model, every=every, cost=1.0) as monitor, pytest.warns(UserWarning) as told:
+        for _ in range(3):
+            monitor.begin()
             monitor.step(model["used"](torch.ones(1, 2)).sum())
-        other = net()
-        monitor.begin()
-        with pytest.warns(UserWarning, match="no parameter of this ModuleDict takes part"):
-            monitor.step(loss_of(other, batches(1)[0]))
+    (text,) = (str(each.message) for each in told)
+    assert "2 of 4 parameters get no gradient in this step: left.weight, left.bias" in text
 
 
 def test_a_lazy_model(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import ExitStack
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ class Forwards(Listener):
     def __init__(self, model: nn.Module, keeps: bool) -> None:
         self.model, self.keeps, self.wanted = model, keeps, False
         self.began: State | None = None  # what the pass began with
-        self.seconds = 0.0  # that opening and closing took
         self._watch: Any = None
         self._open = ExitStack()  # holds the watch while it is open
         self._is_open = False
@@ -47,13 +45,11 @@ class Forwards(Listener):
         if self.keeps and self.began is None:
             self.began = beginning(self.model)
         if self.wanted and not self._is_open:
-            begun = perf_counter()
             if self._watch is None:
                 fused = all(each.device.type == "cpu" for each in self.model.parameters())
                 self._watch = watch(self.model, composed=not fused, diagnose=False)
             self._open.enter_context(self._watch)
             self._is_open = True
-            self.seconds += perf_counter() - begun
         return self._is_open
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -86,7 +82,5 @@ class Forwards(Listener):
             stop()
 
     def _shut(self) -> None:
-        begun = perf_counter()
         self._open.close()
         self._is_open = False
-        self.seconds += perf_counter() - begun

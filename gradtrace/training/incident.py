@@ -104,10 +104,8 @@ class Incident:
         """Write the incident, whole or not at all.
 
         Args:
-            path: File to write; its folder is made.
+            path: File to write.
         """
-        with naming(path, "written") as at:
-            at.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:
             torch.save({"gradtrace": "incident", "version": 1, **vars(self)}, new)
 
@@ -135,12 +133,11 @@ def load_incident(path: str | os.PathLike[str]) -> Incident:
     Returns:
         The incident.
     """
-    with naming(path, "read") as at:
-        size = at.stat().st_size
-    try:
-        found = torch.load(at, map_location="cpu", weights_only=True) if size else {}
-    except Exception as error:  # torn files raise half a dozen kinds
-        raise BadFile(f"{os.fspath(path)!r} is torn, or no incident: {error}") from error
+    with naming(path, "read") as at, open(at, "rb") as file:
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torn files raise half a dozen kinds
+            raise BadFile(f"{os.fspath(path)!r} is torn, or no incident: {error}") from error
     if not isinstance(found, dict) or found.pop("gradtrace", "") != "incident":
         raise BadFile(f"{os.fspath(path)!r} is no incident of a gradtrace.Monitor")
     if found.pop("version") != 1:
@@ -175,15 +172,13 @@ def storable(value: Any, left_out: list[str], name: str = "batch") -> Any:
 
 def ranges(batch: Any) -> Iterator[str]:
     """A line on the numbers of each tensor of a batch, of the first few."""
-    for tensor in [x for x in tree_leaves(batch) if isinstance(x, Tensor)][:SHOWN]:
-        if tensor.numel():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            yield f"{kind} of shape {tuple(tensor.shape)}, {_range(tensor)}"
+    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and not x.is_complex()]
+    for x in tensors[:SHOWN]:
+        kind = str(x.dtype).removeprefix("torch.")
+        yield f"{kind} of shape {tuple(x.shape)}, {_range(x)}"
 
 
 def _range(x: Tensor) -> str:
-    if x.is_complex() or x.dtype == torch.bool:
-        return "complex or bool"
     finite = x[x.isfinite()].double()
     if not finite.numel():
         return "none of it finite"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import GradtraceError, listed
 from gradtrace.traced import Trace
 
 
@@ -40,8 +40,10 @@ def compared(watch: Any, terms: Mapping[str, Tensor], scale: float) -> dict[str,
     return {f"term {name}": table.norm(name) / abs(scale) for name in terms} | cosines
 
 
-def silent(model: nn.Module, trace: Trace) -> tuple[list[str], int]:
-    """The parameters that require grad and get none, and how many require it."""
+def silent(model: nn.Module, trace: Trace) -> str:
+    """What to tell of the parameters that require grad and get none, if there are any."""
     reached = {*trace.gradients, *getattr(trace.gradients, "aliases", {})}
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    return [name for name in trained if name not in reached], len(trained)
+    names = [name for name in trained if name not in reached]
+    text = f"{len(names):,} of {len(trained):,} parameters get no gradient in this step: "
+    return f"{text}{listed(names, 4)}. gt.diagnose(model, loss_fn) says why" if names else ""

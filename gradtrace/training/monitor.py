@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from gradtrace.autodiff.hooks import silenced
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
-from gradtrace.errors import GradtraceError, caution, listed, not_one_of, reason_of
+from gradtrace.errors import GradtraceError, caution, not_one_of, reason_of
 from gradtrace.files import made_folder
 from gradtrace.kernels.sync import AsyncCopy
 from gradtrace.pytorch.function_modes import paused
 from gradtrace.pytorch.wrapped_modules import unwrapped
 from gradtrace.table import Table
+from gradtrace.traced import Trace
 from gradtrace.training.forwards import Forwards
 from gradtrace.training.gradients import Gradients, Pass
 from gradtrace.training.history import RunLog
@@ -258,52 +259,39 @@ class Monitor:
             with paused(), undisturbed(self._own), silenced():
                 factor = float(scale)
                 line["loss"] = float(loss.detach().double().mean()) / factor
-                line |= self._found(watch, loss, terms, factor)
+                trace = self._followed(watch, loss)
+                line |= self._asked(trace, factor)
+                line |= compared(watch, terms, factor) if terms else {}
                 if not self._traces and self.every is None:  # the next ones take no warming up
                     begun = perf_counter()
-                    self._found(watch, loss, terms, factor)
+                    self._asked(self._followed(watch, loss), factor)
+                if not self._traces and (text := silent(self._own, trace)):
+                    caution(text)
         except Exception as error:
-            line["note"] = reason_of(error)
-            self._tell(f"step {self._at:,} was not traced: {line['note']}; training goes on")
+            line["note"] = reason = reason_of(error)
+            if reason not in self._told:
+                caution(f"step {self._at:,} was not traced: {reason}; training goes on")
+            self._told.add(reason)
         self._ticked = perf_counter()
-        self._spent(self._ticked - begun + self._forwards.seconds)
+        self._spent(self._ticked - begun)
         self._log.add({**line, "cost": self.cost.share})
         self._writers.write(self._log.lines[-1])
 
-    def _spent(self, seconds: float) -> None:
-        self._traces, self._last, self._forwards.seconds = self._traces + 1, seconds, 0.0
-        if self._traces > 1:
-            self._took += seconds
-        else:
-            self._since = perf_counter()
-
-    def _found(self, watch: Any, loss: Tensor, terms: Any, scale: float) -> dict[str, float]:
+    def _followed(self, watch: Any, loss: Tensor) -> Trace:
         if watch is None:
             raise GradtraceError(
                 "the model itself was not called in this step: call monitor.begin() where a step "
                 "begins, or give Monitor the module that is called"
             )
-        trace = watch.trace(loss, rule=self._rule)
-        found = self._asked(trace, scale) | (compared(watch, terms, scale) if terms else {})
-        names, trained = silent(self._own, trace)
-        if trained and len(names) == trained:
-            raise GradtraceError(
-                f"no parameter of this {type(self._own).__name__} takes part in the loss: pass the "
-                "loss that was computed from its output, without detach()"
-            )
-        if names and not self._traces:
-            self._tell(
-                f"{len(names):,} of {trained:,} parameters get no gradient in this step: "
-                f"{listed(names, 4)}. gt.diagnose(model, loss_fn) says why"
-            )
+        found: Trace = watch.trace(loss, rule=self._rule)
         return found
 
-    def _tell(self, text: str) -> None:
-        """Warn, of each thing once."""
-        kind = text.partition(":")[2] or text
-        if kind not in self._told:
-            self._told.add(kind)
-            caution(text)
+    def _spent(self, seconds: float) -> None:
+        self._traces, self._last = self._traces + 1, seconds
+        if self._traces > 1:
+            self._took += seconds
+        else:
+            self._since = self._ticked
 
     # Incidents ------------------------------------------------------------------------------------
 
@@ -321,7 +309,7 @@ class Monitor:
             caution(f"{note}; gt.load(path).diagnose(model, loss_fn) looks at it again")
         except Exception as error:
             where = f"step {one.step:,}, {why}, was not kept"
-            self._tell(f"{where}: {reason_of(error)}; training goes on")
+            caution(f"{where}: {reason_of(error)}; training goes on")
 
     # Results --------------------------------------------------------------------------------------
 
@@ -366,7 +354,7 @@ class Monitor:
             if self._gradients is not None:
                 self._gradients.read()
             if note := self._ranks.note():
-                self._tell(note)
+                caution(note)
                 self._log.add({"note": note})
         self._end()
         self._log.add({"end": self._at, "note": f"ended by {error}" if error else ""})

@@ -40,7 +40,7 @@ def set_state(model: nn.Module, state: State) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"]:
         torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
-    random.setstate(_tuples(state["python"]))
+    random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy(), *rest))
 
@@ -67,8 +67,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         set_state(model, state)
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples, at any depth: Python's generator takes no lists, files give no tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

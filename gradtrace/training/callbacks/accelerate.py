@@ -43,11 +43,6 @@ class GradTrace(Traced):
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, *, start: int = 0, **options: Any
     ) -> None:
-        if not isinstance(accelerator, Accelerator):
-            raise GradtraceError(
-                "GradTrace takes the Accelerator, then the model: GradTrace(accelerator, model); "
-                f"the first is a {type(accelerator).__name__}"
-            )
         super().__init__(**options)
         self._accelerator, self._at = accelerator, start
         self._passes = passes = accelerator.gradient_accumulation_steps
