@@ -17,76 +17,79 @@ from gradtrace.errors import BadFile, GradtraceError
 from gradtrace.training.incident import Incident, load_incident
 
 MODEL = """
-import torch, sys
+import sys, torch
 from torch import nn
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, divides=False):
         super().__init__()
         torch.manual_seed(0)
-        self.into, self.norm, self.drop = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
-        self.out = nn.Linear(8, 1)
+        self.into, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2)
+        self.out, self.divides = nn.Linear(4, 1), divides
 
     def forward(self, x):
         h = self.drop(self.norm(self.into(x)).relu())
-        return self.out(h / h.norm(dim=1, keepdim=True)) if DIVIDES else self.out(h)
+        return self.out(h / h.norm(dim=1, keepdim=True) if self.divides else h)
 
 def loss_fn(model, batch):
     return (model(batch["x"]) - batch["y"]).square().mean()
 """
 
-TRAIN = """
-import gradtrace as gt
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-with gt.Monitor(model, folder=sys.argv[1]) as monitor:
-    for n in range(30):
-        batch = {"x": torch.randn(6, 4), "y": torch.randn(6, 1), "names": [str(n)]}
-        if n == 25:
-            batch["x"][3, 2], batch["y"][3] = SPOILT, SPOILT
-        loss = loss_fn(model, batch)
-        monitor.step(loss, batch=batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
 READ = """
-from gradtrace.training.incident import load_incident
-found = load_incident(sys.argv[1])
-print(found)
-print(found.diagnose(Net(), loss_fn))
+import gradtrace as gt
+for path in sys.argv[1:]:
+    found = gt.load(path)
+    print(found, found.diagnose(Net("divides" in path), loss_fn), sep="\\n", end="\\f")
 """
 
-
-def asked(*settings: str) -> str:
-    return "\n".join([*settings, MODEL])
-
-
-@pytest.mark.parametrize("spoilt", ["nan", "1e4"])
-def test_a_new_process_names_the_cause(spoilt: str, tmp_path: Path) -> None:
-    code = asked("DIVIDES = False", f"SPOILT = float('{spoilt}')")
-    fresh.python("-c", code + TRAIN, str(tmp_path), check=True)
-    (path,) = tmp_path.glob("*.pt")
-    assert path.name == "step25.pt"
-    said = fresh.python("-c", code + READ, str(path), check=True).stdout
-    assert "[5, 1]" not in said and "not healthy" in said
-    if spoilt == "nan":
-        assert "Step 25: the loss is nan" in said and "1 not finite" in said
-        assert "an input already holds it" in said and "element [3, 2]" in said
-    else:
-        assert "Step 25: the gradient has norm" in said and "times the usual" in said
-        assert "that at (3, 2) is" in said and "times the median |value|" in said
-        assert "Norms of gradients by module: out: " in said and ", usually " in said
+SPOILT = {"nan": math.nan, "1e4": 1e4, "divides": 1.0}
+"""What a batch has at step 25; the model that divides does so by 0 where no unit is open."""
 
 
-def test_a_nan_of_the_models_own_is_placed(tmp_path: Path) -> None:
-    code = asked("DIVIDES = True", "SPOILT = 1.0")  # 0 / 0 where no unit of a sample is open
-    fresh.python("-c", code + TRAIN.replace("range(30)", "range(400)"), str(tmp_path), check=True)
-    path = min(tmp_path.glob("*.pt"))
-    said = fresh.python("-c", code + READ, str(path), check=True).stdout
-    assert "keep the divisor away from 0" in said and "Step " in said
+def trained(how: str, folder: Path) -> Path:
+    """Train until something goes wrong; the first incident."""
+    known: dict[str, Any] = {}
+    exec(MODEL, known)
+    model = known["Net"](how == "divides")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gt.Monitor(model, every=1000, folder=folder) as monitor, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for n in range(30):
+            batch = {"x": torch.randn(6, 4), "y": torch.randn(6, 1), "names": [str(n)]}
+            if n == 25:
+                batch["x"][3, 2], batch["y"][3] = SPOILT[how], SPOILT[how]
+            loss = known["loss_fn"](model, batch)
+            monitor.step(loss, batch=batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return monitor.incidents[0]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What one new process says of an incident of each kind."""
+    folder = tmp_path_factory.mktemp("incidents")
+    paths = [str(trained(how, folder / how)) for how in SPOILT]
+    done = fresh.python("-c", MODEL + READ, *paths, check=True)
+    return dict(zip(SPOILT, done.stdout.split("\f")))
+
+
+def test_a_new_process_names_an_input_that_is_not_finite(said: dict[str, str]) -> None:
+    assert "Step 25: the loss is nan" in said["nan"] and "1 not finite" in said["nan"]
+    assert "an input already holds it" in said["nan"] and "element [3, 2]" in said["nan"]
+
+
+def test_a_new_process_names_the_batch_of_a_spike(said: dict[str, str]) -> None:
+    text = said["1e4"]
+    assert "Step 25: the gradient has norm" in text and "times the usual" in text
+    assert "that at (3, 2) is" in text and "times the median |value|" in text
+    assert "Norms of gradients by module: " in text and ", usually " in text
+
+
+def test_a_new_process_places_a_nan_of_the_models_own(said: dict[str, str]) -> None:
+    assert "keep the divisor away from 0" in said["divides"] and "Step " in said["divides"]
 
 
 # What is kept -------------------------------------------------------------------------------------
