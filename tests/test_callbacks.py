@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,21 @@ def test_lightning_after_an_error_and_with_an_incident(tmp_path: Path) -> None:
     assert all(torch.equal(found.state[name], each) for name, each in state.items())
 
 
+def test_lightning_with_a_scaler(tmp_path: Path) -> None:
+    from gradtrace.training.callbacks.lightning import GradTrace
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    plugin.forward_context = nullcontext  # float16 is for GPUs
+    callback = GradTrace(every=2)
+    fit(tmp_path, callback, max_epochs=1, plugins=[plugin])
+    fit(tmp_path / "plain", other := GradTrace(every=2), max_epochs=1)
+    assert callback.monitor is not None and other.monitor is not None
+    for name in ("loss", "term ce", "norm net.out"):
+        expected = other.monitor.history.column(name)
+        assert callback.monitor.history.column(name) == pytest.approx(expected, rel=1e-5)
+
+
 def test_unknown_arguments_are_refused_at_once() -> None:
     from gradtrace.training.callbacks.lightning import GradTrace
 
@@ -313,6 +329,29 @@ def test_accelerate(tmp_path: Path, passes: int) -> None:
     history, _ = read(tmp_path / "gradtrace.jsonl")
     assert history.column("loss") == pytest.approx(firsts, rel=1e-6)
     assert all(each > 0 for each in history.column("term ce"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_accelerate_with_a_scaler(tmp_path: Path) -> None:
+    """A spike and a loss of nan are kept; infinite gradients are the scaler's to handle."""
+    from gradtrace.training.callbacks.accelerate import GradTrace
+
+    accelerator, model = accelerate.Accelerator(cpu=True, project_dir=tmp_path), Net().eval()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x, y = (torch.stack(each) for each in zip(*data(6)))
+    with GradTrace(accelerator, model, every=1000) as tracing:
+        for factor in (*[1.0] * 25, 50.0, math.inf, math.nan):
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            out.register_hook(lambda grad, factor=factor: grad * factor)
+            accelerator.backward(loss * (math.nan if math.isnan(factor) else 1))
+            model.zero_grad()
+    assert tracing.monitor is not None
+    (row,) = tracing.monitor.history
+    (grad,) = torch.autograd.grad(F.cross_entropy(out := model(x), y), out)
+    assert row.loss == pytest.approx(loss.item())
+    assert row["norm out"] == pytest.approx(grad.norm().item(), rel=1e-5)
+    assert [path.name for path in tracing.monitor.incidents] == ["step25.pt", "step27.pt"]
 
 
 def test_accelerate_after_an_error(tmp_path: Path) -> None:
