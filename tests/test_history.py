@@ -49,8 +49,8 @@ import os, sys, torch, gradtrace as gt
 for end in sys.argv[2:]:
     if not os.fork():
         break
-    os.wait()
 else:
+    [os.wait() for end in sys.argv[2:]]
     sys.exit()
 model = torch.nn.Linear(2, 1)
 monitor = gt.Monitor(model, every=2, file=f"{sys.argv[1]}/{end[:4]}.jsonl")

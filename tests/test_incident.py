@@ -126,8 +126,27 @@ def kept(folder: Path, bad: int = 2, batch: Any = None, **how: Any) -> tuple[Any
     return monitor, before
 
 
-def test_weights_buffers_and_random_states_are_those_before_the_step(tmp_path: Path) -> None:
+class Late:
+    """Stands for an ``AsyncCopy``."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x.clone()
+
+    def read(self) -> Tensor:
+        return self.x
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["CPU", "as on a GPU"])
+def test_weights_buffers_and_random_states_are_those_before_the_step(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a step is judged when the optimiser has moved the weights."""
+    if late:
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        monkeypatch.setattr("gradtrace.training.monitor.AsyncCopy", Late)
+        monkeypatch.setattr("gradtrace.training.gradients.AsyncCopy", Late)
     monitor, before = kept(tmp_path)
+    monkeypatch.undo()
     (path,) = monitor.incidents  # what lasts is told once
     found, (state, draws, x) = load_incident(path), before[2]
     assert found.state.keys() == state.keys() and torch.equal(found.batch, x)

@@ -38,20 +38,19 @@ class Pass:
 Norms = tuple[float, list[float]]
 """That of all gradients, and those of parameters."""
 
-Bad = Callable[[Pass, str, str, str], object]
-"""Called with a bad pass: why, more words, and the module whose norm grew most."""
-
 
 class Gradients:
-    """Looks at losses and gradients of backward passes; ``bad`` is called for those to keep."""
+    """Looks at losses and gradients of backward passes. For those to keep ``bad`` is called: with
+    why, more words, the module whose norm grew most, and parameters that have moved since.
+    """
 
-    def __init__(self, model: nn.Module, spike: float, bad: Bad) -> None:
+    def __init__(self, model: nn.Module, spike: float, bad: Callable[..., object]) -> None:
         self.model, self.spike, self._bad = model, spike, bad
         self._named = list[tuple[str, Tensor]]()
         self._recent = defaultdict[int, deque[Norms]](lambda: deque(maxlen=RECENT))
         self._late: tuple[Pass, list[tuple[list[int], AsyncCopy]]] | None = None
         self._lasts = False  # whether the pass before was bad: what lasts is told once
-        self.parameters = dict[str, Tensor]()  # a GPU's, as they were in the pass that waits
+        self._moved = dict[str, Tensor]()  # a GPU's, as they were in the pass that waits
 
     def follow(self, loss: Tensor, one: Pass) -> None:
         """Look at a pass when its backward has ended; at a loss on the CPU at once."""
@@ -90,9 +89,9 @@ class Gradients:
 
     def _keep_parameters(self) -> None:
         """Copy the parameters: the optimiser will have moved them when this pass is judged."""
-        if not self.parameters:
-            self.parameters = {name: each.detach().clone() for name, each in self._named}
-        mine = list(self.parameters.values())
+        if not self._moved:
+            self._moved = {name: each.detach().clone() for name, each in self._named}
+        mine = list(self._moved.values())
         torch._foreach_copy_(mine, [each.detach() for _, each in self._named])
 
     def read(self) -> None:
@@ -122,7 +121,7 @@ class Gradients:
             why = f"the gradient has norm {total:.4g}, {total / usual:,.0f} times the usual"
             why += f" {usual:.3g}"
         if why and not self._lasts:
-            self._bad(one, why, *self._words(norms, recent))
+            self._bad(one, why, *self._words(norms, recent), self._moved)
         self._lasts = bool(why)
         if norms and isfinite(total):
             recent.append((total, norms))

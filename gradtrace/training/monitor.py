@@ -147,9 +147,11 @@ class Monitor:
         self._micro, self._open, self._told = 0, True, set[str]()
         self._traces, self._took, self._last = 0, 0.0, inf  # traces, seconds, of the last one
         self._since = self._ticked = perf_counter()  # the first trace's end; when a step began
-        self._folder = None if folder is None else made_folder(folder)
         self._forwards = Forwards(model, folder is not None)
-        self._gradients = Gradients(self._own, spike, self._keep) if folder is not None else None
+        self._gradients: Gradients | None = None
+        if folder is not None:
+            keep = partial(self._keep, made_folder(folder))
+            self._gradients = Gradients(self._own, spike, keep)
         end = ExitStack()
         end.enter_context(UNPACKED_ONCE())  # saved tensors serve the trace and training
         end.callback(self._log.flush)
@@ -295,14 +297,14 @@ class Monitor:
 
     # Incidents ------------------------------------------------------------------------------------
 
-    def _keep(self, one: Pass, why: str, words: str, module: str) -> None:
+    def _keep(self, folder: Path, one: Pass, why: str, *more: Any) -> None:
         """Keep a pass as an incident. Whatever fails, training goes on."""
-        if self._folder is None or self._gradients is None or len(self.incidents) >= self._most:
+        if len(self.incidents) >= self._most:
             return
         try:
             rank = f"-rank{self._ranks.rank}" if self._ranks.rank else ""
-            path = self._folder / f"step{one.step}{rank}.pt"
-            made(self.model, one, why, words, module, self._gradients.parameters).save(path)
+            path = folder / f"step{one.step}{rank}.pt"
+            made(self.model, one, why, *more).save(path)
             self.incidents.append(path)
             note = f"step {one.step:,}: {why}; {path}"
             self._log.add({"note": note})

@@ -31,9 +31,9 @@ class Ranks:
             )
         several = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._model, self._run = model, next(_RUNS)
-        self._store: Any = dist.distributed_c10d._get_default_store() if self.world > 1 else None
-        self._told = self.world == 1 or self.sharded
+        alone = self.world == 1 or self.sharded
+        self._store: Any = None if alone else dist.distributed_c10d._get_default_store()
+        self._model, self._run, self._told = model, next(_RUNS), alone
 
     def tell(self) -> None:
         """Tell the first process a digest of the weights, once, without waiting for it."""
@@ -45,7 +45,7 @@ class Ranks:
 
     def note(self) -> str:
         """What is to be noted: of another process that had other weights, as far as is known."""
-        if self._store is None or self.sharded or self.rank:
+        if self._store is None or self.rank:
             return ""
         get, check = self._store.get, self._store.check
         known = {n: get(key) for n in range(self.world) if check([key := self._key(n)])}

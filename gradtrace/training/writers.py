@@ -29,8 +29,7 @@ def writing(writer: Any) -> Write:
         return lambda step, values: [writer.add_scalar(*each, step) for each in values.items()]
     if callable(getattr(writer, "log_metrics", None)):  # Lightning, mlflow
         return lambda step, values: writer.log_metrics(dict(values), step=step)
-    home = getattr(writer, "__name__", "") or type(writer).__module__
-    if home.partition(".")[0] == "wandb":
+    if type(writer).__module__.partition(".")[0] == "wandb":
         return _Wandb(writer)
     if callable(getattr(writer, "log", None)):
         return lambda step, values: writer.log(dict(values), step=step)
@@ -48,18 +47,14 @@ class _Wandb:
     """
 
     def __init__(self, run: Any) -> None:
-        self._given, self._row = run, -1
+        self._run, self._row = run, -1
+        run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
 
     def __call__(self, step: int, values: Scalars) -> None:
-        run = self._given.run if hasattr(self._given, "init") else self._given
-        if run is None:
-            raise GradtraceError("no W&B run is open: call wandb.init() before training")
-        if self._row < 0:
-            run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
-        if self._row == run.step:  # nobody has ended the row since
-            run.log({}, commit=True)
-        run.log({**values, f"{PREFIX}step": step}, commit=False)
-        self._row = run.step
+        if self._row == self._run.step:  # nobody has ended the row since
+            self._run.log({}, commit=True)
+        self._run.log({**values, f"{PREFIX}step": step}, commit=False)
+        self._row = self._run.step
 
 
 class Writers:

@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from gradtrace.errors import GradtraceError, needs
 from gradtrace.training.callbacks import Traced
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-else:
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        what = "gradtrace.training.callbacks.accelerate"
-        raise GradtraceError(needs(what, "accelerate")) from error
 
 
 class GradTrace(Traced):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, needs
 from gradtrace.training.callbacks import Traced
 
 if TYPE_CHECKING:
@@ -14,12 +13,8 @@ if TYPE_CHECKING:
 else:
     try:
         from lightning.pytorch import Callback
-    except ImportError:
-        try:
-            from pytorch_lightning import Callback
-        except ImportError as error:
-            what = "gradtrace.training.callbacks.lightning"
-            raise GradtraceError(needs(what, "lightning")) from error
+    except ImportError:  # under its older name
+        from pytorch_lightning import Callback
 
 
 class GradTrace(Traced, Callback):  # type: ignore[misc]

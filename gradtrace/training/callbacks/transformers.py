@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from transformers import Trainer, TrainerCallback
 
-from gradtrace.errors import GradtraceError, needs
+from gradtrace.errors import GradtraceError
 from gradtrace.training.callbacks import Traced
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback
-else:
-    try:
-        from transformers import Trainer, TrainerCallback
-    except ImportError as error:
-        what = "gradtrace.training.callbacks.transformers"
-        raise GradtraceError(needs(what, "transformers", "accelerate")) from error
 
 
 class GradTrace(Traced, TrainerCallback):  # type: ignore[misc]
