@@ -116,6 +116,8 @@ def kept(folder: Path, bad: int = 2, batch: Any = None, **how: Any) -> tuple[Any
         warnings.simplefilter("ignore", UserWarning)
         for n in range(bad + 3):
             x = torch.randn(5, 3)
+            with torch.no_grad():  # an evaluation is no part of the step
+                model(x)
             state = {name: each.clone() for name, each in model.state_dict().items()}
             before.append((state, torch.get_rng_state(), x))
             loss = model(x).square().mean() * (math.nan if n >= bad else 1)
@@ -151,10 +153,10 @@ def test_weights_buffers_and_random_states_are_those_before_the_step(
     found, (state, draws, x) = load_incident(path), before[2]
     assert found.state.keys() == state.keys() and torch.equal(found.batch, x)
     assert all(torch.equal(found.state[name], each) for name, each in state.items())
-    assert torch.equal(found.began["torch"], draws) and found.began["buffers"]["calls"] == 2
+    assert torch.equal(found.began["torch"], draws) and found.began["buffers"]["calls"] == 5
     model = Net().eval()
     found.load_into(model)
-    assert model.training and model.calls == 2 and torch.equal(torch.get_rng_state(), draws)
+    assert model.training and model.calls == 5 and torch.equal(torch.get_rng_state(), draws)
     assert "step 2: the loss is nan" in monitor.history.notes[0]
 
 

@@ -170,6 +170,29 @@ def test_evaluation_and_several_calls_in_a_step() -> None:
     assert [found[f"norm {n}"] for n in "012"] == pytest.approx([expected[n] for n in "012"])
 
 
+class Twice(nn.Module):
+    """Called again by a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = nn.Identity(), nn.Linear(4, 4)
+        self.part.forward = lambda x: self(x, again=False)
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        return self.last(self.part(x) if again else x)  # type: ignore[no-any-return]
+
+
+def test_calls_of_the_model_within_its_call() -> None:
+    model, x = Twice(), torch.randn(2, 4)
+    with gt.Monitor(model, every=1) as monitor:
+        monitor.step(model(x).square().sum())
+    with gt.watch(model) as watch:
+        norms = watch.trace(model(x).square().sum()).norms()
+    expected = {f"norm {row.name}": pytest.approx(row.norm) for row in norms}
+    found = monitor.history.rows[0]
+    assert expected and {name: found[name] for name in expected} == expected
+
+
 # The model is left alone --------------------------------------------------------------------------
 
 
