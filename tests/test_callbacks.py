@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,21 @@ def test_lightning_after_an_error_and_with_an_incident(tmp_path: Path) -> None:
     assert all(torch.equal(found.state[name], each) for name, each in state.items())
 
 
+def test_lightning_with_a_scaler(tmp_path: Path) -> None:
+    from gradtrace.training.callbacks.lightning import GradTrace
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plugin = lightning.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+    plugin.forward_context = nullcontext  # float16 is for GPUs
+    callback = GradTrace(every=2)
+    fit(tmp_path, callback, max_epochs=1, plugins=[plugin])
+    fit(tmp_path / "plain", other := GradTrace(every=2), max_epochs=1)
+    assert callback.monitor is not None and other.monitor is not None
+    for name in ("loss", "term ce", "norm net.out"):
+        expected = other.monitor.history.column(name)
+        assert callback.monitor.history.column(name) == pytest.approx(expected, rel=1e-5)
+
+
 def test_unknown_arguments_are_refused_at_once() -> None:
     from gradtrace.training.callbacks.lightning import GradTrace
 
@@ -257,7 +273,7 @@ def test_transformers(tmp_path: Path, how: dict[str, Any]) -> None:
     assert all(same(row, table_of(trainer, row.step)) for row in history)
     assert (tmp_path / "gradtrace.html").stat().st_size > 10_000
     logged = [line for line in trainer.state.log_history if "gradtrace/loss" in line]
-    assert [line["gradtrace/step"] for line in logged] == [0, 2]
+    assert [line["step"] for line in logged] == [0, 2]
     assert any(name.startswith("gradtrace/fork/") for name in logged[1])
     assert not vars(trainer).get("training_step") and "backward" not in vars(trainer.accelerator)
     plain = trained(tmp_path, transformers.TrainerCallback(), **how).model.state_dict()
@@ -315,6 +331,29 @@ def test_accelerate(tmp_path: Path, passes: int) -> None:
     assert all(each > 0 for each in history.column("term ce"))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_accelerate_with_a_scaler(tmp_path: Path) -> None:
+    """A spike and a loss of nan are kept; infinite gradients are the scaler's to handle."""
+    from gradtrace.training.callbacks.accelerate import GradTrace
+
+    accelerator, model = accelerate.Accelerator(cpu=True, project_dir=tmp_path), Net().eval()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    x, y = (torch.stack(each) for each in zip(*data(6)))
+    with GradTrace(accelerator, model, every=1000) as tracing:
+        for factor in (*[1.0] * 25, 50.0, math.inf, math.nan):
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            out.register_hook(lambda grad, factor=factor: grad * factor)
+            accelerator.backward(loss * (math.nan if math.isnan(factor) else 1))
+            model.zero_grad()
+    assert tracing.monitor is not None
+    (row,) = tracing.monitor.history
+    (grad,) = torch.autograd.grad(F.cross_entropy(out := model(x), y), out)
+    assert row.loss == pytest.approx(loss.item())
+    assert row["norm out"] == pytest.approx(grad.norm().item(), rel=1e-5)
+    assert [path.name for path in tracing.monitor.incidents] == ["step25.pt", "step27.pt"]
+
+
 def test_accelerate_after_an_error(tmp_path: Path) -> None:
     from gradtrace.training.callbacks.accelerate import GradTrace
 
@@ -323,5 +362,3 @@ def test_accelerate_after_an_error(tmp_path: Path) -> None:
         raise KeyError("mine")
     assert "backward" not in vars(accelerator)
     assert read(tmp_path / "gradtrace.jsonl")[0].notes == ("ended by KeyError",)
-    with pytest.raises(GradtraceError, match="takes the Accelerator, then the model"):
-        GradTrace(model, accelerator)  # type: ignore[arg-type]

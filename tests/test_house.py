@@ -38,10 +38,10 @@ OLD_ENGINE = (
 
 PARTS: dict[str, tuple[tuple[str, ...], int, int]] = {
     # part: folders or files, lines now, lines at most
-    "package, Python": (("gradtrace/**/*.py",), 55_558, 28_000),
-    "engine": (tuple(f"gradtrace/{room}/**/*.py" for room in OLD_ENGINE), 47_087, 51_300),
-    "top floor": (("gradtrace/*.py",), 2_674, 1_600),
-    "training": (("gradtrace/training/**/*.py",), 3_138, 2_000),
+    "package, Python": (("gradtrace/**/*.py",), 55_017, 28_000),
+    "engine": (tuple(f"gradtrace/{room}/**/*.py" for room in OLD_ENGINE), 47_094, 51_300),
+    "top floor": (("gradtrace/*.py",), 2_675, 1_600),
+    "training": (("gradtrace/training/**/*.py",), 2_589, 2_000),
     "report": (("gradtrace/report/**/*.py",), 1_660, 1_700),
     "cli": (("gradtrace/cli/**/*.py",), 999, 600),
     "C++ and CUDA": (
@@ -50,7 +50,7 @@ PARTS: dict[str, tuple[tuple[str, ...], int, int]] = {
         6_000,
     ),
     "page": (("web/src/**/*.ts", "web/src/**/*.tsx"), 6_618, 5_200),
-    "tests": (("tests/**/*.py",), 54_554, 36_000),
+    "tests": (("tests/**/*.py",), 54_702, 36_000),
     "experiments": (("experiments/**/*.py",), 19_494, 5_000),
     "benchmarks": (("benchmarks/**/*.py",), 366, 800),
 }

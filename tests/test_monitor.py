@@ -107,14 +107,11 @@ def test_every_is_exact(every: int) -> None:
 def test_of_an_accumulated_step_the_first_pass_is_traced() -> None:
     model = net()
     with gt.Monitor(model, every=2, accumulate=3) as monitor:
-        traced = []
-        for n, batch in enumerate(batches(12)):
-            if monitor.due:
-                traced.append(n)
+        for batch in batches(12):
             loss = loss_of(model, batch) / 3
             monitor.step(loss, scale=1 / 3)
             loss.backward()
-    assert traced == [0, 6] and monitor.history.column("step") == [0, 2]
+    assert monitor.history.column("step") == [0, 2]
     whole = loss_of(model, batches(12)[0]).item()
     assert monitor.history.rows[0].loss == pytest.approx(whole)
 
@@ -171,6 +168,29 @@ def test_evaluation_and_several_calls_in_a_step() -> None:
     expected = {row.name: row.norm for row in watch.trace(loss).norms()}
     found = monitor.history.rows[0]
     assert [found[f"norm {n}"] for n in "012"] == pytest.approx([expected[n] for n in "012"])
+
+
+class Twice(nn.Module):
+    """Called again by a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = nn.Identity(), nn.Linear(4, 4)
+        self.part.forward = lambda x: self(x, again=False)
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        return self.last(self.part(x) if again else x)  # type: ignore[no-any-return]
+
+
+def test_calls_of_the_model_within_its_call() -> None:
+    model, x = Twice(), torch.randn(2, 4)
+    with gt.Monitor(model, every=1) as monitor:
+        monitor.step(model(x).square().sum())
+    with gt.watch(model) as watch:
+        norms = watch.trace(model(x).square().sum()).norms()
+    expected = {f"norm {row.name}": pytest.approx(row.norm) for row in norms}
+    found = monitor.history.rows[0]
+    assert expected and {name: found[name] for name in expected} == expected
 
 
 # The model is left alone --------------------------------------------------------------------------
@@ -245,16 +265,15 @@ def test_losses_that_are_not_finite_are_recorded(number: float) -> None:
     assert not math.isfinite(first.loss) and second["share 2"] == 1.0 and not second.note
 
 
-def test_parameters_without_a_gradient_are_named() -> None:
+@pytest.mark.parametrize("every", [1, None])
+def test_parameters_without_a_gradient_are_named_once(every: int | None) -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "left": nn.Linear(2, 1)})
-    with gt.Monitor(model, every=1) as monitor:
-        monitor.begin()
-        with pytest.warns(UserWarning, match=r"2 of 4 parameters .* left.weight, left.bias"):
+    with gt.Monitor(model, every=every, cost=1.0) as monitor, pytest.warns(UserWarning) as told:
+        for _ in range(3):
+            monitor.begin()
             monitor.step(model["used"](torch.ones(1, 2)).sum())
-        other = net()
-        monitor.begin()
-        with pytest.warns(UserWarning, match="no parameter of this ModuleDict takes part"):
-            monitor.step(loss_of(other, batches(1)[0]))
+    (text,) = (str(each.message) for each in told)
+    assert "2 of 4 parameters get no gradient in this step: left.weight, left.bias" in text
 
 
 def test_a_lazy_model(tmp_path: Path) -> None:

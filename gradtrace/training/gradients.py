@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from math import inf, isfinite, nan, sqrt
+from dataclasses import dataclass
+from math import hypot, inf, isfinite, nan
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,138 +22,122 @@ SHOWN = 6
 """How many modules a report on norms names."""
 
 
-class Pass(NamedTuple):
-    """A backward pass whose gradient is looked at: its number in the step, and what to keep of it
-    if it is bad.
-    """
+@dataclass(eq=False)
+class Pass:
+    """A backward pass that is looked at, and what an incident keeps of it."""
 
-    micro: int
+    step: int
+    number: int  # in its step
+    batch: Any
+    began: Any
     loss: AsyncCopy
-    scale: AsyncCopy | float
+    scale: AsyncCopy
     scaled: bool  # by a scaler, which skips steps whose gradients are not finite
-    kept: Any
 
 
-Bad = Callable[[Pass, str, str, str], object]
-"""Called with a bad pass: why, more words, and the module whose norm grew most."""
+Norms = tuple[float, list[float]]
+"""That of all gradients, and those of parameters."""
 
 
 class Gradients:
-    """Looks at losses and gradients of backward passes; ``bad`` is called for those to keep."""
+    """Looks at losses and gradients of backward passes. For those to keep ``bad`` is called: with
+    why, more words, the module whose norm grew most, and parameters that have moved since.
+    """
 
-    def __init__(self, model: nn.Module, spike: float, bad: Bad) -> None:
+    def __init__(self, model: nn.Module, spike: float, bad: Callable[..., object]) -> None:
         self.model, self.spike, self._bad = model, spike, bad
         self._named = list[tuple[str, Tensor]]()
-        self._recent = dict[int, deque[list[float]]]()  # norms by parameter, by number in the step
-        self._late: tuple[Pass, list[AsyncCopy], list[list[int]]] | None = None
-        self._lasting = ""  # what was bad in the pass before, which is told once
-        self.parameters: dict[str, Tensor] | None = None  # a GPU's, as they were in ``_late``
+        self._recent = defaultdict[int, deque[Norms]](lambda: deque(maxlen=RECENT))
+        self._late: tuple[Pass, list[tuple[list[int], AsyncCopy]]] | None = None
+        self._lasts = False  # whether the pass before was bad: what lasts is told once
+        self._moved = dict[str, Tensor]()  # a GPU's, as they were in the pass that waits
 
     def follow(self, loss: Tensor, one: Pass) -> None:
-        """Look at the loss, and at the gradients when its backward pass has ended."""
-        if not loss.is_cuda:
-            if not isfinite(value := float(one.loss.read())):
-                self._found(one, "loss", f"the loss is {value}")
-                return
-            self._lasting = self._lasting.replace("loss", "")
-        if not loss.requires_grad:
-            return
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-
-        def begins(_: Tensor) -> None:  # queued twice: DDP has its own callback, queued meanwhile
-            queue(lambda: queue(lambda: self._ended(one)))
-
-        loss.register_hook(begins)  # type: ignore[no-untyped-call]
+        """Look at a pass when its backward has ended; at a loss on the CPU at once."""
+        if not loss.is_cuda and not isfinite(float(one.loss.read())):
+            self._judge(one, [])
+        elif loss.requires_grad:
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # queued twice: DDP has its own callback, queued meanwhile
+            loss.register_hook(lambda _: queue(lambda: queue(lambda: self._ended(one))))  # type: ignore[no-untyped-call]
 
     def _ended(self, one: Pass) -> None:
         self.read()
         if not self._named:
             parameters = self.model.named_parameters()
             self._named = [(name, each) for name, each in parameters if each.requires_grad]
-        found = self._norms()
-        self._late = one, *found
+        self._late = one, self._norms()
         if any(parameter.is_cuda for _, parameter in self._named):
             self._keep_parameters()
         else:
             self.read()
 
-    def _norms(self) -> tuple[list[AsyncCopy], list[list[int]]]:
+    def _norms(self) -> list[tuple[list[int], AsyncCopy]]:
         """The norms of gradients, by device and dtype, with the places of their parameters."""
-        groups = dict[Any, list[int]]()
+        groups = defaultdict[Any, list[tuple[int, Tensor]]](list)
         for place, (_, each) in enumerate(self._named):
-            if each.grad is not None:
-                groups.setdefault((each.grad.device, each.grad.dtype), []).append(place)
-        copies = []
-        for places in groups.values():
-            grads = [_values(self._named[place][1].grad) for place in places]
-            half = torch.float32 if grads[0].itemsize == 2 else None
-            copies.append(AsyncCopy(torch.stack(torch._foreach_norm(grads, 2, half))))
-        return copies, list(groups.values())
+            if (grad := each.grad) is not None:
+                values = grad.coalesce().values() if grad.is_sparse else grad.detach()
+                groups[grad.device, grad.dtype].append((place, values))
+        found = []
+        for (_, dtype), group in groups.items():
+            places, grads = zip(*group)
+            half = torch.float32 if dtype.itemsize == 2 else None
+            norms = torch.stack(torch._foreach_norm(grads, 2, half))
+            found.append(([*places], AsyncCopy(norms)))
+        return found
 
     def _keep_parameters(self) -> None:
         """Copy the parameters: the optimiser will have moved them when this pass is judged."""
-        if self.parameters is None:
-            self.parameters = {name: each.detach().clone() for name, each in self._named}
-        mine = list(self.parameters.values())
+        if not self._moved:
+            self._moved = {name: each.detach().clone() for name, each in self._named}
+        mine = list(self._moved.values())
         torch._foreach_copy_(mine, [each.detach() for _, each in self._named])
 
     def read(self) -> None:
         """Judge the pass that waits, if there is one."""
         late, self._late = self._late, None
-        if late is None:
-            return
-        one, copies, places = late
-        scale = abs(float(one.scale if isinstance(one.scale, float) else one.scale.read()))
-        norms = [0.0] * len(self._named)
-        for copy, group in zip(copies, places):
-            for place, norm in zip(group, copy.read().tolist()):
-                norms[place] = norm / scale
-        self._judge(one, float(one.loss.read()) / scale, norms)
+        if late is not None:
+            one, groups = late
+            norms, scale = [0.0] * len(self._named), abs(one.scale.read())
+            for places, copy in groups:
+                for place, norm in zip(places, (copy.read() / scale).tolist()):
+                    norms[place] = norm
+            self._judge(one, norms)
 
-    def _judge(self, one: Pass, loss: float, norms: list[float]) -> None:
-        recent = self._recent.setdefault(one.micro, deque(maxlen=RECENT))
-        total, usual = _norm(norms), inf
+    def _judge(self, one: Pass, norms: list[float]) -> None:
+        """Tell a bad pass with its cause, unless the one before was bad as well."""
+        recent, why = self._recent[one.number], ""
+        total, usual = hypot(*norms), inf
         if len(recent) >= WARM_UP:
-            usual = median(map(_norm, recent))
-        why = ""
+            usual = median(each for each, _ in recent)
+        loss = float(one.loss.read() / one.scale.read())
         if not isfinite(loss):
             why = f"the loss is {loss}"
         elif not isfinite(total) and not one.scaled:
             bad = [name for (name, _), norm in zip(self._named, norms) if not isfinite(norm)]
             why = f"the loss is {loss:.4g} and the gradient of {listed(bad, 2)} is not finite"
-        elif total > self.spike * usual > 0:
-            times = f"{total / usual:,.0f} times the usual {usual:.3g}"
-            why = f"the gradient has norm {total:.4g}, {times}"
-        words = self._words(norms, recent) if why else ("", "")
-        self._found(one, "gradient" if why else "", why, *words)
-        if isfinite(total):
-            recent.append(norms)
+        elif 0 < self.spike * usual < total < inf:
+            why = f"the gradient has norm {total:.4g}, {total / usual:,.0f} times the usual"
+            why += f" {usual:.3g}"
+        if why and not self._lasts:
+            self._bad(one, why, *self._words(norms, recent), self._moved)
+        self._lasts = bool(why)
+        if norms and isfinite(total):
+            recent.append((total, norms))
 
-    def _found(self, one: Pass, kind: str, why: str, words: str = "", module: str = "") -> None:
-        """What is bad in a pass, if anything is."""
-        lasting, self._lasting = self._lasting, kind
-        if kind and not lasting:
-            self._bad(one, why, words, module)
-
-    def _words(self, norms: list[float], recent: Sequence[list[float]]) -> tuple[str, str]:
+    def _words(self, norms: list[float], recent: Sequence[Norms]) -> tuple[str, str]:
         """The norms by module, now and usually, what grew most first; and the first module."""
-        modules = dict[str, list[int]]()
-        for place, (name, _) in enumerate(self._named):
-            modules.setdefault(name.rpartition(".")[0], []).append(place)
+        modules = defaultdict[str, list[int]](list)
+        for place, (name, _) in enumerate(self._named if norms else ()):
+            modules[name.rpartition(".")[0] or "(model)"].append(place)
         found = []
         for module, places in modules.items():
-            now = _norm([norms[place] for place in places])
-            usual = [_norm([each[place] for place in places]) for each in recent]
-            found.append((now, median(usual) if usual else nan, module or "(model)"))
+            each_time = [norms, *(each for _, each in recent)]
+            now, *past = (hypot(*(each[n] for n in places)) for each in each_time)
+            found.append((now, median(past) if past else nan, module))
         found.sort(key=lambda each: -(each[0] / each[1] if each[1] > 0 else inf))
         rows = [f"{name}: {now:.3g}, usually {usual:.3g}" for now, usual, name in found[:SHOWN]]
-        return "Norms of gradients by module: " + "; ".join(rows) + ".", found[0][2]
-
-
-def _values(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad.coalesce().values() if grad.is_sparse else grad.detach()
-
-
-def _norm(norms: Sequence[float]) -> float:
-    return sqrt(sum(each * each for each in norms)) if all(map(isfinite, norms)) else nan
+        if not rows:
+            return "", ""
+        return f"Norms of gradients by module: {'; '.join(rows)}.", found[0][2]

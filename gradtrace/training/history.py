@@ -11,15 +11,14 @@ from typing import Any, TypeAlias
 
 from gradtrace.errors import BadFile, caution
 from gradtrace.files import append_line, read_lines
-from gradtrace.table import Column, Kind, Row, Table
+from gradtrace.table import Column, Table
 
 Line: TypeAlias = Mapping[str, Any]
 
 FLUSHED = 1_000
 """Step times are written at least every so many steps."""
 
-KINDS: dict[str, Kind] = {"step": "count", "note": "text", "cost": "share"}
-SHARES = ("share ", "± share ", "weighted ", "± weighted ", "fork ")
+SHARES = ("share ", "± share ", "weighted ", "fork ", "cost")
 PRINTED = 4
 """How many columns of shares are printed; all are saved."""
 
@@ -31,40 +30,36 @@ class RunLog:
     """The lines of a run, in memory and, if there is a path, appended to a file."""
 
     def __init__(self, path: str | os.PathLike[str] | None, head: Line) -> None:
-        self.path, self.pid = path, os.getpid()
-        self.lines = list[Any]()
+        self.path, self.lines = path, list[Any]()
         if path is not None and os.path.exists(path) and os.path.getsize(path):
             self.lines = _checked(path)
-        self.next = max((line.get("step", -1) + 1 for line in _steps(self.lines)), default=0)
-        self._waiting, self._first = list[float](), 0
-        self._failed = False
-        self.add({"run": "gradtrace", "version": 1, **head}, must=True)
+        self.next = max((n + 1 for line in self.lines for n in _steps(line)), default=0)
+        self._waiting = dict[int, float]()
+        self.lines.append({"run": "gradtrace", "version": 1, **head})
+        if path is not None:
+            append_line(path, self.lines[-1])
 
-    def add(self, line: Line, must: bool = False) -> None:
+    def add(self, line: Line) -> None:
         """Append a line. If the file cannot be written, say so once and go on in memory."""
         self.lines.append(line)
-        if self.path is None or self._failed or os.getpid() != self.pid:
-            return
-        try:
-            append_line(self.path, line)
-        except BadFile as error:
-            if must:
-                raise
-            self._failed = True
-            caution(f"{error}; training goes on, and monitor.history has all steps")
+        if self.path is not None:
+            try:
+                append_line(self.path, line)
+            except BadFile as error:
+                self.path = None
+                caution(f"{error}; training goes on, and monitor.history has all steps")
 
     def time(self, step: int, seconds: float) -> None:
         """Append how long a step took; written together with others."""
-        if self._first + len(self._waiting) != step or len(self._waiting) >= FLUSHED:
+        self._waiting[step] = round(seconds, 7)
+        if len(self._waiting) >= FLUSHED:
             self.flush()
-            self._first = step
-        self._waiting.append(seconds)
 
     def flush(self) -> None:
         """Write the step times that are not written."""
         if self._waiting:
-            self.add({"times": [self._first, *(round(each, 7) for each in self._waiting)]})
-        self._first, self._waiting = self._first + len(self._waiting), []
+            self.add({"times": self._waiting})
+            self._waiting = {}
 
     def tables(self) -> tuple[Table, Table]:
         """The traced steps, and the times of all steps."""
@@ -86,82 +81,60 @@ def read(path: str | os.PathLike[str]) -> tuple[Table, Table]:
 
 def tables_of(lines: Sequence[Line]) -> tuple[Table, Table]:
     """The two tables; of a step that was done again, after resuming, the last line counts."""
-    rows = {line["step"]: line for line in lines if "loss" in line}
-    names = list(dict.fromkeys(name for line in rows.values() for name in line))
-    names = [name for name in names if name not in ("step", "note")]
-    shown = [name for name in names if name.startswith("share ")][:PRINTED]
-    columns = [Column("step", "count"), *(_column(name, shown) for name in names), Column("note")]
-    values = (_values(rows[step], columns) for step in sorted(rows))
+    traced = {line["step"]: line for line in lines if "loss" in line}
+    names = dict.fromkeys(name for line in traced.values() for name in line)
+    names = dict.fromkeys(name for name in names if name not in ("step", "note"))
+    shown = {"loss", "cost", *[name for name in names if name.startswith("share ")][:PRINTED]}
+    columns = [
+        Column(name, "share" if name.startswith(SHARES) else "number", shown=name in shown)
+        for name in names
+    ]
+    rows: Any = tuple(
+        (step, *(float(line.get(name, nan)) for name in names), str(line.get("note", "")))
+        for step, line in sorted(traced.items())
+    )
+    notes = dict.fromkeys(line.get("note") for line in lines if "loss" not in line)
     about = {key: each for key, each in (lines[0] if lines else {}).items() if key != "run"}
-    found: list[Row] = list(values)  # type: ignore[arg-type]
     about["running"] = not any("end" in line for line in lines[-1:])
-    history = Table("Run", tuple(columns), tuple(found), _notes(lines), about)
+    every = Column("step", "count"), *columns, Column("note")
+    history = Table("Run", every, rows, tuple(str(note) for note in notes if note), about)
     return history, _times(lines, about)
 
 
-def _column(name: str, shown: Sequence[str]) -> Column:
-    kind: Kind = "share" if name.startswith(SHARES) else KINDS.get(name, "number")
-    return Column(name, kind, shown=name in ("loss", "cost", *shown))
-
-
-def _values(line: Line, columns: Sequence[Column]) -> tuple[Any, ...]:
-    texts = [str(line.get(each.name, "" if each.kind == "text" else nan)) for each in columns[1:]]
-    cells = (text if c.kind == "text" else float(text) for text, c in zip(texts, columns[1:]))
-    return int(line["step"]), *cells
-
-
-def _notes(lines: Sequence[Line]) -> tuple[str, ...]:
-    found = [str(line["note"]) for line in lines if line.get("note") and "loss" not in line]
-    return tuple(dict.fromkeys(found))
-
-
 def _times(lines: Sequence[Line], about: Line) -> Table:
-    each = [line["times"] for line in lines if "times" in line]
-    times = {first + n: s for first, *seconds in each for n, s in enumerate(seconds)}
+    found = {int(n): each for line in lines for n, each in line.get("times", {}).items()}
+    rows: Any = tuple(sorted(found.items()))
     columns = Column("step", "count"), Column("seconds", "number", "s")
-    steps = sorted(times)
-    rows: Any = tuple((step, times[step]) for step in steps)
-    words, facts = trend(steps, [times[step] for step in steps]), dict[str, Any](grows=None)
-    if words:
-        slope, changes = slope_of(steps, [times[step] for step in steps])
-        facts = {"slope": slope, "grows": changes and slope > 0}
+    words, facts = trend([n for n, _ in rows], [seconds for _, seconds in rows])
     return Table("Time per step", columns, rows, (words,) if words else (), {**about, **facts})
 
 
-def trend(steps: Sequence[int], seconds: Sequence[float]) -> str:
+def trend(steps: Sequence[int], seconds: Sequence[float]) -> tuple[str, dict[str, Any]]:
     """How long steps take, and whether that changes: by the slope of Theil and Sen over medians of
     neighbouring steps, and the test of Mann and Kendall.
 
-    >>> trend(range(100), [0.01 + 0.0001 * n for n in range(100)])
+    >>> trend(range(100), [0.01 + 0.0001 * n for n in range(100)])[0]
     'a step takes 14.9 ms (median), and 10 ms more each 100 steps'
     """
     if len(steps) < 10:
-        return ""
-    slope, changes = slope_of(steps, seconds)
-    per = 10 ** (len(str(len(steps))) - 1)
-    words = f"a step takes {1000 * median(seconds):.3g} ms (median), and"
-    if not changes:
-        return f"{words} no more or less as the run goes on"
-    more = "more" if slope > 0 else "less"
-    return f"{words} {1000 * abs(slope) * per:.2g} ms {more} each {per:,} steps"
-
-
-def slope_of(steps: Sequence[int], seconds: Sequence[float]) -> tuple[float, bool]:
-    """Seconds a step more with each step, and whether that is more than chance."""
+        return "", {"grows": None}
     size = -(-len(steps) // TREND_POINTS)
     cut = [slice(n, n + size) for n in range(0, len(steps), size)]
     points = [(median(steps[each]), median(seconds[each])) for each in cut]
     pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in combinations(points, 2)]
+    slope = median(rise / run for run, rise in pairs)
     sign, n = sum((rise > 0) - (rise < 0) for _, rise in pairs), len(points)
-    certain = abs(sign) > TREND_SIGMAS * sqrt(n * (n - 1) * (2 * n + 5) / 18)
-    return median(rise / run for run, rise in pairs) if pairs else 0.0, certain and n > 9
+    changes = abs(sign) > TREND_SIGMAS * sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    per = 10 ** (len(str(len(steps))) - 1)
+    more = f"{1000 * abs(slope) * per:.2g} ms {'more' if slope > 0 else 'less'} each {per:,} steps"
+    words = f"a step takes {1000 * median(seconds):.3g} ms (median), and "
+    words += more if changes else "no more or less as the run goes on"
+    return words, {"slope": slope, "grows": changes and slope > 0}
 
 
-def _steps(lines: Sequence[Line]) -> list[Line]:
-    ends = (
-        {"step": line["times"][0] + len(line["times"]) - 2} for line in lines if "times" in line
-    )
-    return [*(line for line in lines if "step" in line), *ends]
+def _steps(line: Line) -> list[int]:
+    """The steps that a line is of."""
+    return [*map(int, line.get("times", ())), *([line["step"]] if "step" in line else [])]
 
 
 def _checked(path: str | os.PathLike[str]) -> list[Any]:

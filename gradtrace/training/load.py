@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +43,17 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 def _table(path: str | os.PathLike[str]) -> Table:
     data = read_json(path)
-    if not isinstance(data, Mapping) or data.get("gradtrace") != "table":
-        raise BadFile(f"{os.fspath(path)!r} holds no table: give a file that table.save wrote")
     try:
-        return Table.from_dict(data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadFile(
-            f"{os.fspath(path)!r} holds a table that is damaged: save it again"
-        ) from error
-
-
-def _run(path: str | os.PathLike[str]) -> Table:
-    return read(path)[0]
+        if data["gradtrace"] == "table":
+            return Table.from_dict(data)
+    except (KeyError, TypeError, ValueError):  # it is damaged
+        pass
+    raise BadFile(f"{os.fspath(path)!r} holds no whole table: give a file that table.save wrote")
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
     ".gradtrace": load_trace,
     ".json": _table,
-    ".jsonl": _run,
+    ".jsonl": lambda path: read(path)[0],
     ".pt": load_incident,
 }

@@ -2,75 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from itertools import combinations
-from math import isfinite, nan
-from typing import Any, NamedTuple
+from math import isfinite
+from typing import Any
 
 from torch import Tensor, nn
 
-from gradtrace.autodiff.hooks import silenced
-from gradtrace.errors import GradtraceError
-from gradtrace.pytorch.function_modes import paused
-from gradtrace.training.state import undisturbed
-
-MOST_TERMS = 4
-"""Of more loss terms, the lowest cosine stands for all pairs."""
-
-
-class Asked(NamedTuple):
-    """What is measured: see ``Trace.influence``."""
-
-    by: Any
-    rule: str
-    sample: Any
-    seed: int
-    forks: bool  # shares of branches as well
-
-
-@contextmanager
-def aside(model: nn.Module) -> Iterator[None]:
-    """Within, a trace leaves training alone: buffers and random numbers are put back, hooks on
-    gradients do not run, and modes of PyTorch's functions see nothing.
-    """
-    with paused(), undisturbed(model), silenced():
-        yield
+from gradtrace.errors import GradtraceError, listed
+from gradtrace.traced import Trace
 
 
 def measured(
-    watch: Any, loss: Tensor, asked: Asked, terms: Any, scale: float
-) -> tuple[dict[str, float], set[str]]:
-    """The numbers of a loss, and the names of the parameters that it reaches."""
-    trace = watch.trace(loss, rule=asked.rule)
-    how = {"sample": asked.sample, "seed": asked.seed}
-    table, found = trace.influence(asked.by, **how), dict[str, float]()
+    trace: Trace, scale: float, by: Any, sample: Any, seed: int, forks: bool
+) -> dict[str, float]:
+    """The shares of a trace, as ``Trace.influence`` has them, with ``forks`` those of branches as
+    well; and norms of the gradient, as if the loss had not been multiplied by ``scale``.
+    """
+    table, found = trace.influence(by, sample=sample, seed=seed), dict[str, float]()
     for row in table:
         found |= {f"share {row.name}": row.share, f"weighted {row.name}": row.weighted}
         if isfinite(error := table.errors[row.name]):
             found[f"± share {row.name}"] = error
-    if asked.forks and asked.by == "modules":
+    if forks and by == "modules":
         with suppress(GradtraceError):  # there are too many forks
-            forks = trace.influence("forks", **how).shares
-            found |= {f"fork {name}": share for name, share in forks.items()}
-    found |= {f"norm {row.name}": row.norm / abs(scale) for row in trace.norms()}
-    if terms is not None:
-        found |= _compared(watch, terms, scale)
-    return found, {*trace.gradients, *getattr(trace.gradients, "aliases", {})}
+            shares = trace.influence("forks", sample=sample, seed=seed).shares
+            found |= {f"fork {name}": share for name, share in shares.items()}
+    return found | {f"norm {row.name}": row.norm / abs(scale) for row in trace.norms()}
 
 
-def _compared(watch: Any, terms: Mapping[str, Tensor], scale: float) -> dict[str, float]:
-    """Norms and cosines of loss terms, at the scale of the loss."""
-    scaled = {n: t * scale if isinstance(t, Tensor) else t for n, t in terms.items()}
+def compared(watch: Any, terms: Mapping[str, Tensor], scale: float) -> dict[str, float]:
+    """Norms and cosines of loss terms, which are followed at the scale of the loss."""
+    scaled = {name: term * scale for name, term in terms.items()}
     table = watch.conflicts(scaled, nonfinite="allow")
-    found = {f"term {name}": table.norm(name) / abs(scale) for name in terms}
     cosines = {f"cosine {a} {b}": table.cosine(a, b) for a, b in combinations(terms, 2)}
-    if len(terms) <= MOST_TERMS:
-        return found | cosines
-    return found | {"lowest cosine": min(filter(isfinite, cosines.values()), default=nan)}
+    return {f"term {name}": table.norm(name) / abs(scale) for name in terms} | cosines
 
 
-def silent(model: nn.Module, reached: set[str]) -> tuple[list[str], int]:
-    """The parameters that require grad and get none, and how many require it."""
+def silent(model: nn.Module, trace: Trace) -> str:
+    """What to tell of the parameters that require grad and get none, if there are any."""
+    reached = {*trace.gradients, *getattr(trace.gradients, "aliases", {})}
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    return [name for name in trained if name not in reached], len(trained)
+    names = [name for name in trained if name not in reached]
+    text = f"{len(names):,} of {len(trained):,} parameters get no gradient in this step: "
+    return f"{text}{listed(names, 4)}. gt.diagnose(model, loss_fn) says why" if names else ""

@@ -5,42 +5,37 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
-from math import inf, isfinite, nan
+from functools import partial
+from math import inf, nan
 from pathlib import Path
-from statistics import median
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from gradtrace.autodiff.hooks import silenced
 from gradtrace.autodiff.saved_hooks import UNPACKED_ONCE
-from gradtrace.errors import GradtraceError, caution, listed, not_one_of, reason_of
+from gradtrace.errors import GradtraceError, caution, not_one_of, reason_of
 from gradtrace.files import made_folder
 from gradtrace.kernels.sync import AsyncCopy
+from gradtrace.pytorch.function_modes import paused
+from gradtrace.pytorch.wrapped_modules import unwrapped
 from gradtrace.table import Table
+from gradtrace.traced import Trace
 from gradtrace.training.forwards import Forwards
 from gradtrace.training.gradients import Gradients, Pass
 from gradtrace.training.history import RunLog
-from gradtrace.training.incident import beginning, made, unwrapped
-from gradtrace.training.measured import Asked, aside, measured, silent
+from gradtrace.training.incident import beginning, made
+from gradtrace.training.measured import compared, measured, silent
 from gradtrace.training.ranks import Ranks
+from gradtrace.training.state import undisturbed
 from gradtrace.training.writers import Writers
 from gradtrace.types import RULES
 
 File: TypeAlias = "str | os.PathLike[str] | None"
-
-TIMED = 101
-"""The typical time of a step is the median of so many."""
-
-
-class Scaler(Protocol):
-    """The part of ``torch.amp.GradScaler`` that is used."""
-
-    def get_scale(self) -> float:
-        """The factor that losses are multiplied by."""
 
 
 class Cost(NamedTuple):
@@ -54,7 +49,7 @@ class Cost(NamedTuple):
     steps: float
 
     def __str__(self) -> str:
-        if not isfinite(self.steps):
+        if not self.steps < inf:
             return "the first step is traced"
         often = f"traces one step in {max(1, round(self.steps)):,}"
         return f"{often}: {self.share:.1%} of the time" if self.traces > 1 else often
@@ -139,32 +134,30 @@ class Monitor:
         _check(model, rule, cost, spike, every=every, most=most, accumulate=accumulate)
         self.model, self.every, self.accumulate = model, every, accumulate
         self.incidents = list[Path]()
-        self._most, self._share, self._page = most, cost, report
+        self._own, self._rule, self._most, self._share = unwrapped(model), rule, most, cost
         self._ranks = Ranks(model, every, folder is not None)
         first = not self._ranks.rank
         self._traces_here = first or self._ranks.sharded
-        name = type(unwrapped(model)).__name__
-        self._log = RunLog(file if first else None, {"model": name, "every": every, "rule": rule})
+        about = {"model": type(self._own).__name__, "every": every, "rule": rule}
+        self._log, self._page = RunLog(file if first else None, about), report if first else None
         self._writers = Writers(writers if first else ())
         parts = by if isinstance(by, (str, type, Mapping)) or by is None else [*by]
-        self._asked = Asked(parts, rule, sample, seed, bool(self._writers))
-        self._first = self._log.next if start is None else start
-        self._at, self._micro = self._first, 0
-        self._timing(perf_counter())
-        self._folder = None if folder is None else made_folder(folder)
-        self._forwards = Forwards(model, folder is not None)
-        self._gradients = None if folder is None else Gradients(unwrapped(model), spike, self._keep)
-        self._open, self._told = True, set[str]()
-        once = ExitStack()  # saved tensors that hooks unpack once serve the trace and training
-        once.enter_context(UNPACKED_ONCE())
-        self._end = weakref.finalize(self, _ended, self._log, self._forwards, once)
-        self._decide()
-
-    def _timing(self, now: float) -> None:
+        self._asked = partial(measured, by=parts, sample=sample, seed=seed, forks=bool(writers))
+        self._first = self._at = self._log.next if start is None else start
+        self._micro, self._open, self._told = 0, True, set[str]()
         self._traces, self._took, self._last = 0, 0.0, inf  # traces, seconds, of the last one
-        self._since = self._ticked = now  # when the first trace had ended; when a step began
-        self._own = 0.0  # seconds of this step that were ours
-        self._recent = deque[float](maxlen=TIMED)
+        self._since = self._ticked = perf_counter()  # the first trace's end; when a step began
+        self._forwards = Forwards(model, folder is not None)
+        self._gradients: Gradients | None = None
+        if folder is not None:
+            keep = partial(self._keep, made_folder(folder))
+            self._gradients = Gradients(self._own, spike, keep)
+        end = ExitStack()
+        end.enter_context(UNPACKED_ONCE())  # saved tensors serve the trace and training
+        end.callback(self._log.flush)
+        end.callback(self._forwards.close)
+        self._end = weakref.finalize(self, end.close)
+        self._decide()
 
     def __enter__(self) -> Monitor:
         return self
@@ -197,7 +190,7 @@ class Monitor:
         *,
         batch: Any = None,
         terms: Mapping[str, Tensor] | None = None,
-        scale: float | Scaler = 1.0,
+        scale: Any = 1.0,
     ) -> None:
         """Call with the loss of this backward pass, before ``backward``.
 
@@ -208,6 +201,10 @@ class Monitor:
             terms: What the loss is the sum of, by name: norms of their gradients, and cosines.
             scale: What the loss was multiplied by, as a number or a ``GradScaler``.
         """
+        self._pass(loss, loss, batch, terms, scale)
+
+    def _pass(self, loss: Tensor, heard: Tensor, batch: Any, terms: Any, scale: Any) -> None:
+        """As ``step``; ``heard`` is the loss, or what a trainer will yet multiply to get it."""
         if not self._open:
             raise GradtraceError("this Monitor is closed; make another one to go on")
         if not isinstance(loss, Tensor):
@@ -215,17 +212,19 @@ class Monitor:
                 f"monitor.step takes the loss, a tensor, before loss.backward(), not a "
                 f"{type(loss).__name__}; not loss.item()"
             )
+        if hasattr(scale, "scale"):  # on the loss's device, where nothing waits for it
+            scale = scale.scale(torch.ones((), device=loss.device))
         began, self._forwards.began = self._forwards.began, None
         if not self._micro:
             self._tick()
         if self._forwards.wanted:
             self._traced(loss, terms, scale)
         if self._gradients is not None:
-            kept = self._at, batch, beginning(self.model) if began is None else began
-            scaled = hasattr(scale, "get_scale")
-            value = AsyncCopy(loss.detach().double().mean())
-            one = Pass(self._micro, value, _on_its_way(scale), scaled, kept)
-            self._gradients.follow(loss, one)
+            began = beginning(self.model) if began is None else began
+            value, scaled = loss.detach().double().mean(), isinstance(scale, Tensor)
+            factor = AsyncCopy(scale.detach() if scaled else torch.tensor(float(scale)))
+            one = Pass(self._at, self._micro, batch, began, AsyncCopy(value), factor, scaled)
+            self._gradients.follow(heard, one)
         self._micro = (self._micro + 1) % self.accumulate
         self._at += not self._micro
         self._decide()
@@ -234,121 +233,95 @@ class Monitor:
         """A step begins, and the one before has ended."""
         now = perf_counter()
         if self._at > self._first:
-            seconds = max(0.0, now - self._ticked - self._own)
-            self._recent.append(seconds)
-            self._log.time(self._at - 1, seconds)
-            if len(self._recent) == 1:
-                self._ranks.tell()
-        self._ticked, self._own = now, 0.0
+            self._log.time(self._at - 1, now - self._ticked)
+            self._ranks.tell()
+        self._ticked = now
 
     def _decide(self) -> None:
         """Decide whether the next backward pass is traced."""
-        wanted = not self._micro and self._traces_here and self._due()
-        if wanted or self._forwards.wanted or self._forwards.keeps:
-            self._forwards.wanted = wanted
+        self._forwards.want(not self._micro and self._traces_here and self._due())
 
     def _due(self) -> bool:
         if self.every is not None:
             return (self._at - self._first) % self.every == 0
-        if not self._traces:
-            return True
-        return self._took + self._last <= self._share * (perf_counter() - self._since - self._took)
+        return not self._traces or self._took + self._last <= self._share * self._training
 
     @property
-    def due(self) -> bool:
-        """Whether the next loss is traced."""
-        return self._forwards.wanted
+    def _training(self) -> float:
+        """The seconds since the first trace that were not those of traces."""
+        return perf_counter() - self._since - self._took
 
     # A traced step --------------------------------------------------------------------------------
 
-    def _traced(self, loss: Tensor, terms: Any, scale: float | Scaler) -> None:
+    def _traced(self, loss: Tensor, terms: Any, scale: Any) -> None:
         """Trace a loss and write what is found. Whatever fails, training goes on."""
         begun, watch = perf_counter(), self._forwards.take()
-        line: dict[str, Any] = {"step": self._at}
+        line: dict[str, Any] = {"step": self._at, "loss": nan}
         try:
-            by = _factor(scale)
-            with aside(unwrapped(self.model)):
-                line["loss"] = float(loss.detach().double().mean()) / by
-                line |= self._measured(watch, loss, terms, by)
+            with paused(), undisturbed(self._own), silenced():
+                factor = float(scale)
+                line["loss"] = float(loss.detach().double().mean()) / factor
+                trace = self._followed(watch, loss)
+                line |= self._asked(trace, factor)
+                line |= compared(watch, terms, factor) if terms else {}
                 if not self._traces and self.every is None:  # the next ones take no warming up
                     begun = perf_counter()
-                    self._measured(watch, loss, terms, by)
+                    self._asked(self._followed(watch, loss), factor)
+                if not self._traces and (text := silent(self._own, trace)):
+                    caution(text)
         except Exception as error:
-            line = {"loss": nan, **line, "note": reason_of(error)}
-            self._tell(f"step {self._at:,} was not traced: {reason_of(error)}; training goes on")
-        seconds = perf_counter() - begun + self._forwards.seconds
-        self._forwards.seconds = 0.0
-        self._spent(seconds)
-        self._log.add({**line, "seconds": seconds, "cost": self.cost.share})
+            line["note"] = reason = reason_of(error)
+            if reason not in self._told:
+                caution(f"step {self._at:,} was not traced: {reason}; training goes on")
+            self._told.add(reason)
+        self._ticked = perf_counter()
+        self._spent(self._ticked - begun)
+        self._log.add({**line, "cost": self.cost.share})
         self._writers.write(self._log.lines[-1])
 
-    def _spent(self, seconds: float) -> None:
-        self._traces += 1
-        self._last = seconds
-        if self._traces > 1:
-            self._took += seconds
-        else:
-            self._since = perf_counter()
-        self._own += perf_counter() - self._ticked
-
-    def _measured(self, watch: Any, loss: Tensor, terms: Any, scale: float) -> dict[str, float]:
+    def _followed(self, watch: Any, loss: Tensor) -> Trace:
         if watch is None:
             raise GradtraceError(
                 "the model itself was not called in this step: call monitor.begin() where a step "
                 "begins, or give Monitor the module that is called"
             )
-        found, reached = measured(watch, loss, self._asked, terms, scale)
-        names, trained = silent(unwrapped(self.model), reached)
-        if trained and len(names) == trained:
-            raise GradtraceError(
-                f"no parameter of this {type(unwrapped(self.model)).__name__} takes part in the "
-                "loss: pass the loss that was computed from its output, without detach()"
-            )
-        if names and not self._traces:
-            self._tell(
-                f"{len(names):,} of {trained:,} parameters get no gradient in this step: "
-                f"{listed(names, 4)}. gt.diagnose(model, loss_fn) says why"
-            )
+        found: Trace = watch.trace(loss, rule=self._rule)
         return found
 
-    def _tell(self, text: str) -> None:
-        """Warn, of each thing once."""
-        kind = text.partition(":")[2] or text
-        if kind not in self._told:
-            self._told.add(kind)
-            caution(text)
+    def _spent(self, seconds: float) -> None:
+        self._traces, self._last = self._traces + 1, seconds
+        if self._traces > 1:
+            self._took += seconds
+        else:
+            self._since = self._ticked
 
     # Incidents ------------------------------------------------------------------------------------
 
-    def _keep(self, one: Pass, why: str, words: str, module: str) -> None:
+    def _keep(self, folder: Path, one: Pass, why: str, *more: Any) -> None:
         """Keep a pass as an incident. Whatever fails, training goes on."""
-        step, batch, began = one.kept
-        if self._folder is None or len(self.incidents) >= self._most:
+        if len(self.incidents) >= self._most:
             return
         try:
-            own = self._gradients.parameters if self._gradients is not None else None
-            found = made(self.model, step, why, words, module, batch, began, own or {})
             rank = f"-rank{self._ranks.rank}" if self._ranks.rank else ""
-            path = self._folder / f"step{step}{rank}.pt"
-            found.save(path)
+            path = folder / f"step{one.step}{rank}.pt"
+            made(self.model, one, why, *more).save(path)
             self.incidents.append(path)
-            note = f"step {step:,}: {why}; {path}"
-            self._log.add({"note": note, "incident": str(path), "at": step})
+            note = f"step {one.step:,}: {why}; {path}"
+            self._log.add({"note": note})
             caution(f"{note}; gt.load(path).diagnose(model, loss_fn) looks at it again")
         except Exception as error:
-            self._tell(f"step {step:,}, {why}, was not kept: {reason_of(error)}; training goes on")
+            where = f"step {one.step:,}, {why}, was not kept"
+            caution(f"{where}: {reason_of(error)}; training goes on")
 
     # Results --------------------------------------------------------------------------------------
 
     @property
     def cost(self) -> Cost:
         """What tracing has cost, and how often a step is traced."""
-        training = perf_counter() - self._since - self._took
-        share = self._took / training if self._traces and training > 0 else 0.0
-        typical = median(self._recent) if self._recent else nan
-        steps = self._last / (self._share * typical) if typical > 0 and self._traces else nan
-        steps = steps if self.every is None else float(self.every)
-        return Cost(self._traces, self._took, share, steps)
+        training, steps = self._training, float(self.every or inf)
+        if self.every is None and self._at > self._first:
+            steps = self._last / (self._share * training / (self._at - self._first))
+        return Cost(self._traces, self._took, self._took / training, steps)
 
     @property
     def history(self) -> Table:
@@ -383,11 +356,11 @@ class Monitor:
             if self._gradients is not None:
                 self._gradients.read()
             if note := self._ranks.note():
-                self._tell(note)
+                caution(note)
                 self._log.add({"note": note})
         self._end()
         self._log.add({"end": self._at, "note": f"ended by {error}" if error else ""})
-        if self._page is not None and not self._ranks.rank:
+        if self._page is not None:
             try:
                 self.report(self._page)
             except Exception as failure:
@@ -396,25 +369,6 @@ class Monitor:
             places = {"page": self._page, "file": self._log.path}
             where = [f"{what}: {os.fspath(at)}" for what, at in places.items() if at]
             print("; ".join([f"gradtrace: {self.cost}", *where]), file=sys.stderr)
-
-
-def _ended(log: RunLog, forwards: Forwards, once: ExitStack) -> None:
-    forwards.close()
-    once.close()
-    log.flush()
-
-
-def _factor(scale: float | Scaler) -> float:
-    found = float(scale if isinstance(scale, (int, float)) else scale.get_scale())
-    if not isfinite(found) or found == 0:
-        raise GradtraceError(f"scale is what the loss was multiplied by, not {found}")
-    return found
-
-
-def _on_its_way(scale: float | Scaler) -> AsyncCopy | float:
-    """A scale, without waiting for the GPU where a scaler has it."""
-    there = getattr(scale, "_scale", None)
-    return AsyncCopy(there.detach()) if isinstance(there, Tensor) else _factor(scale)
 
 
 def _check(model: Any, rule: str, cost: float, spike: float, **counts: int | None) -> None:

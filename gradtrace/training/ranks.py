@@ -31,28 +31,27 @@ class Ranks:
             )
         several = dist.is_available() and dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        self._model, self._key = model, f"gradtrace run {next(_RUNS)}"
+        alone = self.world == 1 or self.sharded
+        self._store: Any = None if alone else dist.distributed_c10d._get_default_store()
+        self._model, self._run, self._told = model, next(_RUNS), alone
 
     def tell(self) -> None:
-        """Tell the first process a digest of the weights, without waiting for it."""
-        if self.world > 1 and not self.sharded:
+        """Tell the first process a digest of the weights, once, without waiting for it."""
+        if not self._told:
+            self._told = True
             sums = torch.stack([each.detach().double().sum() for each in self._model.parameters()])
             with suppress(RuntimeError):  # the process that keeps the store may be gone
-                self._store().set(f"{self._key} {self.rank}", repr(sums.tolist()))
+                self._store.set(self._key(self.rank), repr(sums.tolist()))
 
     def note(self) -> str:
         """What is to be noted: of another process that had other weights, as far as is known."""
-        if self.world == 1 or self.sharded or self.rank:
+        if self._store is None or self.rank:
             return ""
-        store, keys = self._store(), [f"{self._key} {rank}" for rank in range(self.world)]
-        known = {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
-        others = [str(rank) for rank, told in known.items() if told != known.get(0, told)]
-        return (
-            f"process {', '.join(others)} had other weights after a step: is the model wrapped in "
-            "DistributedDataParallel?"
-            if others
-            else ""
-        )
+        get, check = self._store.get, self._store.check
+        known = {n: get(key) for n in range(self.world) if check([key := self._key(n)])}
+        others = [str(n) for n, told in known.items() if told != known.get(0, told)]
+        text = "had other weights after a step: is the model wrapped in DistributedDataParallel?"
+        return f"process {', '.join(others)} {text}" if others else ""
 
-    def _store(self) -> Any:
-        return dist.distributed_c10d._get_default_store()
+    def _key(self, rank: int) -> str:
+        return f"gradtrace run {self._run} {rank}"

@@ -19,13 +19,14 @@ def state_of(model: nn.Module) -> State:
     """A copy of a model's buffers and modes, and of the states of the random generators."""
     known = ((name, buffer) for name, buffer in model.named_buffers() if not is_lazy(buffer))
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    kind, keys, *rest = np.random.get_state()
     return {
         "buffers": {name: buffer.detach().clone() for name, buffer in known},
         "training": {name: module.training for name, module in model.named_modules()},
         "torch": torch.get_rng_state(),
         "cuda": cuda,
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": [kind, torch.from_numpy(keys), *rest],
     }
 
 
@@ -39,8 +40,9 @@ def set_state(model: nn.Module, state: State) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"]:
         torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
-    random.setstate(_tuples(state["python"]))
-    np.random.set_state(tuple(state["numpy"]))
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
 
 
 def seed_all(seed: int) -> None:
@@ -65,8 +67,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         set_state(model, state)
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples, at any depth: Python's generator takes no lists, files give no tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from math import isfinite
-from typing import Any, Protocol, TypeAlias
+from math import isfinite, nan
+from typing import Any, TypeAlias
 
 from gradtrace.errors import GradtraceError, caution, reason_of
 
@@ -15,13 +15,6 @@ Write: TypeAlias = Callable[[int, Scalars], object]
 PREFIX = "gradtrace/"
 MOST_SHARES = 24
 """The most shares that are written as curves, unless all of the others are few as well."""
-
-
-class Writer(Protocol):
-    """The simplest writer; ``add_scalar(name, value, step)`` and ``log_metrics`` serve as well."""
-
-    def log(self, values: Scalars, step: int) -> object:
-        """Write the values of a step, by name."""
 
 
 def writing(writer: Any) -> Write:
@@ -36,8 +29,7 @@ def writing(writer: Any) -> Write:
         return lambda step, values: [writer.add_scalar(*each, step) for each in values.items()]
     if callable(getattr(writer, "log_metrics", None)):  # Lightning, mlflow
         return lambda step, values: writer.log_metrics(dict(values), step=step)
-    home = getattr(writer, "__name__", "") or type(writer).__module__
-    if home.partition(".")[0] == "wandb":
+    if type(writer).__module__.partition(".")[0] == "wandb":
         return _Wandb(writer)
     if callable(getattr(writer, "log", None)):
         return lambda step, values: writer.log(dict(values), step=step)
@@ -55,18 +47,14 @@ class _Wandb:
     """
 
     def __init__(self, run: Any) -> None:
-        self._given, self._row = run, -1
+        self._run, self._row = run, -1
+        run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
 
     def __call__(self, step: int, values: Scalars) -> None:
-        run = self._given.run if hasattr(self._given, "init") else self._given
-        if run is None:
-            raise GradtraceError("no W&B run is open: call wandb.init() before training")
-        if self._row < 0:
-            run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
-        if self._row == run.step:  # nobody has ended the row since
-            run.log({}, commit=True)
-        run.log({**values, f"{PREFIX}step": step}, commit=False)
-        self._row = run.step
+        if self._row == self._run.step:  # nobody has ended the row since
+            self._run.log({}, commit=True)
+        self._run.log({**values, f"{PREFIX}step": step}, commit=False)
+        self._row = self._run.step
 
 
 class Writers:
@@ -78,21 +66,18 @@ class Writers:
                 f"writers is a list of writers, not a {type(writers).__name__}: writers=[writer]"
             )
         self._all = [(type(each).__name__, writing(each)) for each in writers]
-        self._failed = set[int]()
-
-    def __bool__(self) -> bool:
-        return bool(self._all)
+        self._failed = set[str]()
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write the curves of a traced step."""
         values = curves(line)
-        for n, (name, write) in enumerate(self._all):
+        for name, write in self._all:
             try:
                 write(line["step"], values)
             except Exception as error:  # a service may raise anything
-                if n not in self._failed:
+                if name not in self._failed:
                     caution(f"{name} did not take what was measured: {reason_of(error)}")
-                self._failed.add(n)
+                self._failed.add(name)
 
 
 def curves(line: Mapping[str, Any]) -> dict[str, float]:
@@ -104,9 +89,9 @@ def curves(line: Mapping[str, Any]) -> dict[str, float]:
     """
     forks = [name for name in line if name.startswith("fork ")]
     shares = [name for name in line if name.startswith("share ") and 0 < line[name] < 1]
-    kept = {"loss", "cost", *(forks or shares)[:MOST_SHARES]}
-    kept |= {name for name in line if name.startswith(("term ", "cosine "))}
-    numbers = {name: line[name] for name in line if name in kept and isfinite(line[name])}
+    terms = [name for name in line if name.startswith(("term ", "cosine "))]
+    kept = ["loss", "cost", *(forks or shares)[:MOST_SHARES], *terms]
+    numbers = {name: line[name] for name in kept if isfinite(line.get(name, nan))}
     return {PREFIX + plain(name): value for name, value in numbers.items()}
 
 

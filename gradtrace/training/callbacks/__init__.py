@@ -7,14 +7,13 @@ file, its page and the incidents lie in the trainer's folder, unless they are gi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradtrace.errors import GradtraceError, did_you_mean
-from gradtrace.files import naming
+from gradtrace.files import made_folder
 from gradtrace.training.monitor import Monitor
 
 OPTIONS = [
@@ -37,6 +36,7 @@ class Traced:
                 raise GradtraceError(f"GradTrace has no argument {name!r}{hint}")
         self._options = options
         self._terms: dict[str, Tensor] | None = None
+        self._batch: Any = None
 
     def terms(self, **terms: Tensor) -> None:
         """Name what the loss of this step is the sum of: ``callback.terms(ce=ce, kl=0.1 * kl)``.
@@ -44,44 +44,34 @@ class Traced:
         Args:
             terms: Scalars by name, with their weights.
         """
-        if self.monitor is not None and self.monitor.due:
-            self._terms = terms
+        self._terms = terms
 
-    def _make(self, model: Any, folder: Any, writers: Any, first: bool, **given: Any) -> Monitor:
-        places: Mapping[str, Any] = {}
-        if folder is not None:
-            places = {name: Path(folder) / file for name, file in PLACES.items()}
-            with naming(folder, "written") as at:
-                at.mkdir(parents=True, exist_ok=True) if first else None
-        options = {**places, **self._options}
-        options["writers"] = [*options.get("writers", ()), *writers]
-        self.monitor = Monitor(model, **options, **given)
-        return self.monitor
+    def _make(self, model: Any, folder: Any, writers: Any, start: int, accumulate: int) -> None:
+        """Make the Monitor."""
+        at = None if folder is None else made_folder(folder)
+        places = {} if at is None else {name: at / file for name, file in PLACES.items()}
+        options = {**places, **self._options, "start": start, "accumulate": accumulate}
+        options["writers"] = [*self._options.get("writers", ()), *writers]
+        self.monitor = Monitor(model, **options)
 
-    def _step(self, loss: Tensor, scaler: Any, passes: float, batch: Any = None) -> None:
-        """Hand on the loss of a backward pass, as it is before a scaler multiplies it."""
-        terms, self._terms = self._terms, None
+    def _begin(self, step: int, batch: Any) -> None:
+        """Begin a backward pass of a step."""
+        self._batch = batch
         if self.monitor is not None:
-            scaled = loss if scaler is None else scaler.scale(loss)
-            scale = 1 / passes if scaler is None else Divided(scaler, passes)
-            self.monitor.step(scaled, batch=batch, terms=terms, scale=scale)
+            self.monitor.begin(step)
+
+    def _step(self, loss: Tensor, heard: Tensor, scaler: Any, passes: float) -> None:
+        """Hand on the loss of one of so many backward passes; ``heard``: see ``Monitor._pass``."""
+        (terms, self._terms), (batch, self._batch) = (self._terms, None), (self._batch, None)
+        if self.monitor is not None:
+            one = torch.ones((), device=loss.device)
+            scale = 1 / passes if scaler is None else scaler.scale(one) / passes
+            self.monitor._pass(loss, heard, batch, terms, scale)
+
+    def _unscaled(self, loss: Tensor, scaler: Any, passes: float) -> None:
+        """Hand on a loss that a scaler will yet multiply."""
+        self._step(loss if scaler is None else scaler.scale(loss), loss, scaler, passes)
 
     def _close(self, error: str = "") -> None:
         if self.monitor is not None:
             self.monitor.close(error)
-
-
-class Divided:
-    """A scaler's scale, divided by the number of backward passes of a step."""
-
-    def __init__(self, scaler: Any, passes: float) -> None:
-        self._scaler, self._passes = scaler, passes
-
-    @property
-    def _scale(self) -> Any:
-        there = getattr(self._scaler, "_scale", None)
-        return None if there is None else there / self._passes
-
-    def get_scale(self) -> float:
-        """The factor that a loss was multiplied by."""
-        return float(self._scaler.get_scale()) / self._passes

@@ -6,17 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from gradtrace.errors import GradtraceError, needs
 from gradtrace.training.callbacks import Traced
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-else:
-    try:
-        from accelerate import Accelerator
-    except ImportError as error:
-        what = "gradtrace.training.callbacks.accelerate"
-        raise GradtraceError(needs(what, "accelerate")) from error
 
 
 class GradTrace(Traced):
@@ -43,22 +36,10 @@ class GradTrace(Traced):
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, *, start: int = 0, **options: Any
     ) -> None:
-        if not isinstance(accelerator, Accelerator):
-            raise GradtraceError(
-                "GradTrace takes the Accelerator, then the model: GradTrace(accelerator, model); "
-                f"the first is a {type(accelerator).__name__}"
-            )
         super().__init__(**options)
         self._accelerator, self._at = accelerator, start
-        self._passes = accelerator.gradient_accumulation_steps
-        self._make(
-            model,
-            accelerator.project_dir,
-            accelerator.trackers,
-            accelerator.is_main_process,
-            start=start,
-            accumulate=self._passes,
-        )
+        self._passes = passes = accelerator.gradient_accumulation_steps
+        self._make(model, accelerator.project_dir, accelerator.trackers, start, passes)
 
     def __enter__(self) -> GradTrace:
         self._backward = self._accelerator.backward
@@ -72,7 +53,7 @@ class GradTrace(Traced):
     def _traced(self, loss: Tensor, **kwargs: Any) -> Any:
         """The accelerator divides the loss by the passes of a step, and so does the trace."""
         scaled = loss if self._passes == 1 else loss / self._passes
-        self._step(scaled, self._accelerator.scaler, self._passes)
+        self._unscaled(scaled, self._accelerator.scaler, self._passes)
         found = self._backward(loss, **kwargs)
         self._at += bool(self._accelerator.sync_gradients)  # else a pass of this step follows
         if self.monitor is not None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradtrace.errors import GradtraceError, needs
 from gradtrace.training.callbacks import Traced
 
 if TYPE_CHECKING:
@@ -14,12 +13,8 @@ if TYPE_CHECKING:
 else:
     try:
         from lightning.pytorch import Callback
-    except ImportError:
-        try:
-            from pytorch_lightning import Callback
-        except ImportError as error:
-            what = "gradtrace.training.callbacks.lightning"
-            raise GradtraceError(needs(what, "lightning")) from error
+    except ImportError:  # under its older name
+        from pytorch_lightning import Callback
 
 
 class GradTrace(Traced, Callback):  # type: ignore[misc]
@@ -37,34 +32,26 @@ class GradTrace(Traced, Callback):  # type: ignore[misc]
         """Make the Monitor."""
         self._close()
         folder = trainer.log_dir or trainer.default_root_dir
-        self._make(
-            pl_module,
-            folder,
-            trainer.loggers,
-            trainer.is_global_zero,
-            start=trainer.global_step,
-            accumulate=trainer.accumulate_grad_batches,
-        )
-        self._batch: Any = None
+        passes = trainer.accumulate_grad_batches
+        self._make(pl_module, folder, trainer.loggers, trainer.global_step, passes)
         self._begun = False
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a pass: Lightning calls ``training_step``, and not the model."""
-        if self.monitor is not None:
-            self.monitor.begin(trainer.global_step)
-            self._batch, self._begun = batch, True
+        self._begin(trainer.global_step, batch)
+        self._begun = True
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Hand on the first loss of a batch."""
+        """Hand on the first loss of a batch, which a scaler has multiplied already."""
         if self._begun:
             self._begun = False
             passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self._step(loss, scaler, passes, self._batch)
+            self._step(loss, loss, scaler, passes)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the Monitor, which writes the page."""

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from traceback import walk_stack
+from typing import Any
 
 from torch import Tensor
+from transformers import Trainer, TrainerCallback
 
-from gradtrace.errors import GradtraceError, needs
+from gradtrace.errors import GradtraceError
 from gradtrace.training.callbacks import Traced
-
-if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback
-else:
-    try:
-        from transformers import Trainer, TrainerCallback
-    except ImportError as error:
-        what = "gradtrace.training.callbacks.transformers"
-        raise GradtraceError(needs(what, "transformers", "accelerate")) from error
 
 
 class GradTrace(Traced, TrainerCallback):  # type: ignore[misc]
@@ -31,41 +23,24 @@ class GradTrace(Traced, TrainerCallback):  # type: ignore[misc]
         options: Arguments of ``gradtrace.Monitor``.
     """
 
-    _trainer: Trainer | None = None
+    _trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the Monitor, and listen to the trainer: callbacks get neither batch nor loss."""
         self._close()
-        self._trainer = trainer = _trainer_of(self)
-        self._waiting, self._batch = list[dict[str, float]](), None
-        self._make(
-            trainer.model_wrapped,
-            args.output_dir,
-            [self._log],
-            state.is_world_process_zero,
-            start=state.global_step,
-            accumulate=args.gradient_accumulation_steps,
-        )
+        self._trainer, passes = (trainer := _trainer()), args.gradient_accumulation_steps
+        model, log = trainer.model_wrapped, lambda _, values: trainer.log(values)
+        self._make(model, args.output_dir, [log], state.global_step, passes)
         self._step_of, self._backward_of = trainer.training_step, trainer.accelerator.backward
         trainer.training_step = self._training_step
         trainer.accelerator.backward = self._backward
-
-    def _log(self, step: int, values: dict[str, float]) -> None:
-        self._waiting.append({**values, "gradtrace/step": step})
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write what was measured to the trainer's log, which within a step it does not take."""
-        while self._trainer is not None and self._waiting:
-            self._trainer.log(self._waiting.pop(0))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Close the Monitor, which writes the page."""
         self._close()
 
     def _training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.monitor is not None and self._trainer is not None:
-            self.monitor.begin(self._trainer.state.global_step)
-        self._batch = inputs
+        self._begin(self._trainer.state.global_step, inputs)
         try:
             return self._step_of(model, inputs, *args, **kwargs)
         except BaseException as error:
@@ -74,10 +49,8 @@ class GradTrace(Traced, TrainerCallback):  # type: ignore[misc]
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> Any:
         """The trainer has divided the loss by the passes of a step, or by the items in all."""
-        trainer: Any = self._trainer
-        passes = getattr(trainer, "current_gradient_accumulation_steps", 1)
-        batch, self._batch = self._batch, None
-        self._step(loss, trainer.accelerator.scaler, passes, batch)
+        passes = getattr(self._trainer, "current_gradient_accumulation_steps", 1)
+        self._unscaled(loss, self._trainer.accelerator.scaler, passes)
         return self._backward_of(loss, **kwargs)
 
     def _close(self, error: str = "") -> None:
@@ -88,15 +61,12 @@ class GradTrace(Traced, TrainerCallback):  # type: ignore[misc]
             vars(trainer.accelerator).pop("backward", None)
 
 
-def _trainer_of(callback: TrainerCallback) -> Trainer:
+def _trainer() -> Trainer:
     """The trainer that calls a callback, found on the stack: callbacks do not receive it."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
-            return found
-        frame = frame.f_back
-    raise GradtraceError(
-        "GradTrace is called by no transformers.Trainer: pass it as "
-        "Trainer(callbacks=[GradTrace()]), or use gradtrace.Monitor in a loop of your own"
-    )
+    callers = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
+    found = next((each for each in callers if isinstance(each, Trainer)), None)
+    if found is None:
+        raise GradtraceError(
+            "GradTrace is called by no transformers.Trainer: use Trainer(callbacks=[GradTrace()])"
+        )
+    return found
