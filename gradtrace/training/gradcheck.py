@@ -192,8 +192,8 @@ class _Comparison:
 
     def _directions(self, parameter: nn.Parameter, sample: int) -> Iterator[Any]:
         """The element with the largest gradient, others, and all the rest."""
-        order, device = torch.randperm(parameter.numel(), generator=self.random), parameter.device
-        gradient = self.here.gradients[parameter]
+        order = torch.randperm(parameter.numel(), generator=self.random, device="cpu")
+        gradient, device = self.here.gradients[parameter], parameter.device
         if gradient is not None and len(order):
             largest = gradient.abs().argmax().cpu()  # nan is the largest
             order = torch.cat([largest[None], order[order != largest]])

@@ -50,9 +50,9 @@ class Cost(NamedTuple):
 
     def __str__(self) -> str:
         if not self.steps < inf:
-            return "the first step is traced"
+            return "the first steps are traced"
         often = f"traces one step in {max(1, round(self.steps)):,}"
-        return f"{often}: {self.share:.1%} of the time" if self.traces > 1 else often
+        return f"{often}: {self.share:.1%} of the time" if self.traces > 2 else often
 
 
 class Monitor:
@@ -69,8 +69,8 @@ class Monitor:
                 optimizer.zero_grad()
 
     A traced step measures the influence of the model's parts and the norms of the gradient. The
-    first step is traced, and then as many as ``cost`` allows; ``print(monitor.cost)`` says how
-    often that is. What is measured goes to ``monitor.history``, the ``file``, which is appended
+    first two steps are traced, and then as many as ``cost`` allows; ``print(monitor.cost)`` says
+    how often that is. What is measured goes to ``monitor.history``, the ``file``, which is appended
     to, the ``writers``, and a page (``report``).
 
     With ``folder``, a step whose loss or gradient is not finite, or whose gradient is ``spike``
@@ -145,7 +145,7 @@ class Monitor:
         self._asked = partial(measured, by=parts, sample=sample, seed=seed, forks=bool(writers))
         self._first = self._at = self._log.next if start is None else start
         self._micro, self._open, self._told = 0, True, set[str]()
-        self._traces, self._took, self._last = 0, 0.0, inf  # traces, seconds, of the last one
+        self._traces, self._took, self._last = 0, 0.0, 0.0  # traces, seconds, of the last one
         self._since = self._ticked = perf_counter()  # the first trace's end; when a step began
         self._forwards = Forwards(model, folder is not None)
         self._gradients: Gradients | None = None
@@ -222,8 +222,10 @@ class Monitor:
         if self._gradients is not None:
             began = beginning(self.model) if began is None else began
             value, scaled = loss.detach().double().mean(), isinstance(scale, Tensor)
-            factor = AsyncCopy(scale.detach() if scaled else torch.tensor(float(scale)))
-            one = Pass(self._at, self._micro, batch, began, AsyncCopy(value), factor, scaled)
+            factor = scale.detach() if scaled else torch.full((), float(scale), device="cpu")
+            one = Pass(
+                self._at, self._micro, batch, began, AsyncCopy(value), AsyncCopy(factor), scaled
+            )
             self._gradients.follow(heard, one)
         self._micro = (self._micro + 1) % self.accumulate
         self._at += not self._micro
@@ -264,9 +266,6 @@ class Monitor:
                 trace = self._followed(watch, loss)
                 line |= self._asked(trace, factor)
                 line |= compared(watch, terms, factor) if terms else {}
-                if not self._traces and self.every is None:  # the next ones take no warming up
-                    begun = perf_counter()
-                    self._asked(self._followed(watch, loss), factor)
                 if not self._traces and (text := silent(self._own, trace)):
                     caution(text)
         except Exception as error:
@@ -289,10 +288,10 @@ class Monitor:
         return found
 
     def _spent(self, seconds: float) -> None:
-        self._traces, self._last = self._traces + 1, seconds
+        self._traces += 1
         if self._traces > 1:
-            self._took += seconds
-        else:
+            self._took, self._last = self._took + seconds, seconds
+        else:  # which warms up; the next one tells what a trace costs
             self._since = self._ticked
 
     # Incidents ------------------------------------------------------------------------------------
@@ -319,7 +318,7 @@ class Monitor:
     def cost(self) -> Cost:
         """What tracing has cost, and how often a step is traced."""
         training, steps = self._training, float(self.every or inf)
-        if self.every is None and self._at > self._first:
+        if self.every is None and self._traces > 1:
             steps = self._last / (self._share * training / (self._at - self._first))
         return Cost(self._traces, self._took, self._took / training, steps)
 
