@@ -31,14 +31,15 @@ class Forwards(Listener):
         self._open = ExitStack()  # holds the watch while it is open
         self._is_open = False
         self._stop: Callable[[], object] | None = None
+        self.want(False)
 
     def want(self, wanted: bool) -> None:
         """Say whether the next pass is watched."""
-        self.wanted = wanted
-        if not (wanted or self.keeps):
-            self.close()
-        elif self._stop is None:
+        self.wanted, listens = wanted, wanted or self.keeps
+        if listens and self._stop is None:
             self._stop = listen(self, [self.model])
+        elif self._stop is not None and not listens:
+            self.close()
 
     def begin(self) -> bool:
         """A pass begins, or one of several calls of the model in it; whether it is watched."""

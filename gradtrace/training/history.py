@@ -51,14 +51,14 @@ class RunLog:
 
     def time(self, step: int, seconds: float) -> None:
         """Append how long a step took; written together with others."""
-        self._waiting[step] = round(seconds, 7)
+        self._waiting[step] = seconds
         if len(self._waiting) >= FLUSHED:
             self.flush()
 
     def flush(self) -> None:
         """Write the step times that are not written."""
         if self._waiting:
-            self.add({"times": self._waiting})
+            self.add({"times": {step: round(each, 7) for step, each in self._waiting.items()}})
             self._waiting = {}
 
     def tables(self) -> tuple[Table, Table]:

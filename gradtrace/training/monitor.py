@@ -147,6 +147,7 @@ class Monitor:
         self._micro, self._open, self._told = 0, True, set[str]()
         self._traces, self._took, self._last = 0, 0.0, 0.0  # traces, seconds, of the last one
         self._since = self._ticked = perf_counter()  # the first trace's end; when a step began
+        self._next = -inf  # when to trace again
         self._forwards = Forwards(model, folder is not None)
         self._gradients: Gradients | None = None
         if folder is not None:
@@ -212,7 +213,7 @@ class Monitor:
                 f"monitor.step takes the loss, a tensor, before loss.backward(), not a "
                 f"{type(loss).__name__}; not loss.item()"
             )
-        if hasattr(scale, "scale"):  # on the loss's device, where nothing waits for it
+        if not isinstance(scale, (int, float, Tensor)):  # a scaler; on the device nothing waits
             scale = scale.scale(torch.ones((), device=loss.device))
         began, self._forwards.began = self._forwards.began, None
         if not self._micro:
@@ -236,22 +237,20 @@ class Monitor:
         now = perf_counter()
         if self._at > self._first:
             self._log.time(self._at - 1, now - self._ticked)
-            self._ranks.tell()
+            if not self._ranks.told:
+                self._ranks.tell()
         self._ticked = now
 
     def _decide(self) -> None:
         """Decide whether the next backward pass is traced."""
-        self._forwards.want(not self._micro and self._traces_here and self._due())
+        wanted = not self._micro and self._traces_here and self._due()
+        if wanted != self._forwards.wanted:
+            self._forwards.want(wanted)
 
     def _due(self) -> bool:
         if self.every is not None:
             return (self._at - self._first) % self.every == 0
-        return not self._traces or self._took + self._last <= self._share * self._training
-
-    @property
-    def _training(self) -> float:
-        """The seconds since the first trace that were not those of traces."""
-        return perf_counter() - self._since - self._took
+        return self._ticked >= self._next
 
     # A traced step --------------------------------------------------------------------------------
 
@@ -291,6 +290,8 @@ class Monitor:
         self._traces += 1
         if self._traces > 1:
             self._took, self._last = self._took + seconds, seconds
+            training = (self._took + self._last) / self._share
+            self._next = self._since + self._took + training
         else:  # which warms up; the next one tells what a trace costs
             self._since = self._ticked
 
@@ -317,7 +318,7 @@ class Monitor:
     @property
     def cost(self) -> Cost:
         """What tracing has cost, and how often a step is traced."""
-        training, steps = self._training, float(self.every or inf)
+        training, steps = perf_counter() - self._since - self._took, float(self.every or inf)
         if self.every is None and self._traces > 1:
             steps = self._last / (self._share * training / (self._at - self._first))
         return Cost(self._traces, self._took, self._took / training, steps)

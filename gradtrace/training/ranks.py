@@ -33,15 +33,14 @@ class Ranks:
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
         alone = self.world == 1 or self.sharded
         self._store: Any = None if alone else dist.distributed_c10d._get_default_store()
-        self._model, self._run, self._told = model, next(_RUNS), alone
+        self._model, self._run, self.told = model, next(_RUNS), alone
 
     def tell(self) -> None:
-        """Tell the first process a digest of the weights, once, without waiting for it."""
-        if not self._told:
-            self._told = True
-            sums = torch.stack([each.detach().double().sum() for each in self._model.parameters()])
-            with suppress(RuntimeError):  # the process that keeps the store may be gone
-                self._store.set(self._key(self.rank), repr(sums.tolist()))
+        """Tell the first process a digest of the weights, without waiting for it."""
+        self.told = True
+        sums = torch.stack([each.detach().double().sum() for each in self._model.parameters()])
+        with suppress(RuntimeError):  # the process that keeps the store may be gone
+            self._store.set(self._key(self.rank), repr(sums.tolist()))
 
     def note(self) -> str:
         """What is to be noted: of another process that had other weights, as far as is known."""
