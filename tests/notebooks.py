@@ -100,7 +100,7 @@ def cleaned(notebook: NotebookNode) -> NotebookNode:
 def _ends_run(output: NotebookNode) -> bool:
     """Whether it is the line by which a Monitor says where its results are; no warning."""
     text = output.get("text", "") if output.get("name") == "stderr" else ""
-    return bool(re.fullmatch(r"gradtrace: [\d,]+ of [\d,]+ steps are traced[^\n]*\n", text))
+    return bool(re.fullmatch(r"gradtrace: (traces one step|the first steps)[^\n]*\n", text))
 
 
 def _small(output: NotebookNode) -> dict[str, Any]:
