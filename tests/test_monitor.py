@@ -17,7 +17,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import gradtrace as gt
-from gradtrace.errors import GradtraceError
+from gradtrace.errors import BadFile, GradtraceError
+from gradtrace.pytorch import call_listeners
 from tests.waits import Waits
 
 Batch = tuple[Tensor, Tensor]
@@ -321,6 +322,13 @@ def test_what_is_no_model_no_loss_and_no_open_monitor() -> None:
     monitor.close()
     with pytest.raises(GradtraceError, match="closed"):
         monitor.step(torch.ones(()))
+
+
+def test_a_monitor_that_cannot_be_made_listens_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadFile, match="cannot be written"):
+        gt.Monitor(net(), folder=tmp_path / "file" / "incidents")
+    assert not call_listeners.LISTENERS
 
 
 # What a step costs --------------------------------------------------------------------------------

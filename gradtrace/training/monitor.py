@@ -148,11 +148,11 @@ class Monitor:
         self._traces, self._took, self._last = 0, 0.0, 0.0  # traces, seconds, of the last one
         self._since = self._ticked = perf_counter()  # the first trace's end; when a step began
         self._next = -inf  # when to trace again
-        self._forwards = Forwards(model, folder is not None)
         self._gradients: Gradients | None = None
         if folder is not None:
             keep = partial(self._keep, made_folder(folder))
             self._gradients = Gradients(self._own, spike, keep)
+        self._forwards = Forwards(model, folder is not None)  # listens: nothing fails after it
         end = ExitStack()
         end.enter_context(UNPACKED_ONCE())  # saved tensors serve the trace and training
         end.callback(self._log.flush)
