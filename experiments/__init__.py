@@ -1,6 +1,4 @@
-"""Experiments that reproduce the claims and figures of the sources: ``gradtrace experiment NAME``.
+"""Experiments that reproduce what the source documents claim: ``python -m experiments``.
 
-Each is one module with its question, expectation, method and seeds at the top. It says what there
-is to measure (``cells``), measures one of these (``measure``), and says what was found
-(``conclude``); see ``gradtrace.experiments.harness.findings``.
+``lab`` has what they share, and each is one file. What is in ``old`` is still to be written anew.
 """
