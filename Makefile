@@ -8,7 +8,7 @@ BIN     = $(VENV)/bin
 # Modules are compiled when they are first imported: most of torch and transformers never is.
 PIP     = $(BIN)/python -m pip install --quiet --no-compile
 
-.PHONY: demo test chromium lint docs web bench sanitize wheel matrix clean
+.PHONY: demo test chromium lint docs web bench experiments sanitize wheel matrix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/gradtrace demo --out out/demo.html
@@ -40,6 +40,10 @@ web:
 # Tracing beside PyTorch's backward pass, on this machine: a table, and out/benchmarks.json.
 bench: $(VENV)/.developed
 	$(BIN)/python benchmarks/bench.py --out out/benchmarks.json
+
+# The quick form of all experiments, and their pages in out/experiments/experiments.html.
+experiments: $(VENV)/.developed
+	$(BIN)/python -m experiments all --form quick --out out/experiments
 
 # The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer. Python itself leaks.
 # `make sanitize SANITIZED="-n auto --ignore tests/browser tests gradtrace"` runs the whole suite so

@@ -106,6 +106,14 @@ def test_cells_are_measured_side_by_side_as_one_after_the_other(tmp_path: Path) 
     assert json.dumps(both[0]) == json.dumps(both[1])
 
 
+def test_all_are_one_page(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "NAMES", ["layers"])
+    assert command.main(["all", "--form", "small", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "experiments.html").read_text()
+    assert page.count("<h1>") == 1 and page.count('src="data:image/png;base64,') == 1
+    assert page.count("<table>") == 2 and "experiments.html" in capsys.readouterr().out
+
+
 def test_the_list_has_a_question_for_each(capsys: Any) -> None:
     assert command.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
