@@ -16,7 +16,8 @@ from experiments import lab
 from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.files import made_folder, write_text
 
-NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem != "lab")
+SHARED = {"data", "lab", "nets"}
+NAMES = sorted({path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - SHARED)
 
 
 def run(name: str, form: str, out: Path, workers: int) -> str:
