@@ -19,7 +19,8 @@ from experiments import lab
 from gradtrace.errors import GradtraceError, did_you_mean
 from gradtrace.files import made_folder, write_text
 
-NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if path.stem != "lab")
+SHARED = {"data", "lab", "nets"}
+NAMES = sorted({path.stem for path in Path(__file__).parent.glob("[a-z]*.py")} - SHARED)
 
 HEAD = """<!doctype html><meta charset="utf-8"><title>Experiments</title><style>
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}

@@ -129,8 +129,29 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 def spoken(values: Sequence[float]) -> str:
     """``2.21 [2.08, 2.35]``."""
-    mean, low, high = interval(values)
-    return f"{mean:.2f} [{low:.2f}, {high:.2f}]" if len(values) > 1 else f"{mean:.2f}"
+    return said(interval(values)) if len(values) > 1 else f"{values[0]:.2f}"
+
+
+def said(found: tuple[float, float, float], form: str = ".2f") -> str:
+    """A number and its interval: ``2.21 [2.08, 2.35]``."""
+    value, low, high = (format(x, form) for x in found)
+    return f"{value} [{low}, {high}]"
+
+
+def resampled(rows: Tensor, of: Callable[[Tensor], Tensor]) -> tuple[float, float, float]:
+    """A number that follows from all rows, and its 95% interval by bootstrap over them: ``of`` has
+    draws of rows, and gives a value for each draw. Draws without a finite value do not count.
+
+    >>> resampled(torch.ones(5, 2), lambda draws: draws.sum((1, 2)))
+    (10.0, 10.0, 10.0)
+    """
+    value, random = float(of(rows[None])), torch.Generator().manual_seed(0)
+    found = of(rows[torch.randint(len(rows), (DRAWS, len(rows)), generator=random)]).double()
+    found = found[found.isfinite()]
+    if not len(found):
+        return value, value, value
+    low, high = found.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return value, low, high
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from experiments import __main__ as command
 from experiments import lab
 from gradtrace.files import read_lines
 
-PAGES = {"layers": "layers", "path_entropy": "path-entropy"}
+PAGES = {"branches": "branches", "layers": "layers", "path_entropy": "path-entropy"}
 """The page of docs/experiments that each experiment's tables are on."""
 
 
