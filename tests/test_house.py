@@ -50,8 +50,8 @@ PARTS: dict[str, tuple[tuple[str, ...], int, int]] = {
         6_000,
     ),
     "page": (("web/src/**/*.ts", "web/src/**/*.tsx"), 6_618, 5_200),
-    "tests": (("tests/**/*.py",), 54_823, 36_000),
-    "experiments": (("experiments/**/*.py",), 18_970, 5_000),
+    "tests": (("tests/**/*.py",), 54_831, 36_000),
+    "experiments": (("experiments/**/*.py",), 18_997, 5_000),
     "benchmarks": (("benchmarks/**/*.py",), 366, 800),
 }
 
