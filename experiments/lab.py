@@ -82,13 +82,20 @@ def _measure(name: str, cell: Cell) -> Row:
 
 
 def published(name: str) -> list[Row]:
-    """The rows of docs/experiments, as the experiment reads them."""
-    path = DOCS / f"{name.replace('_', '-')}.rows.jsonl.gz"
-    with naming(path, "read") as at, gzip.open(at, "rt", encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
+    """The rows of docs/experiments, as the experiment reads them: those of the files in its
+    ``ROWS``, or of the one that has its name. Each has its file's name as ``"rows"``.
+    """
     experiment = import_module(f"experiments.{name}")
-    rows = [{**line["cell"], **line["result"]} for line in lines if "cell" in line]
+    files = getattr(experiment, "ROWS", (name.replace("_", "-"),))
+    rows = [{**row, "rows": file} for file in files for row in _read(file)]
     return [each for row in rows for each in experiment.kept(row)]
+
+
+def _read(file: str) -> list[Row]:
+    path = DOCS / f"{file}.rows.jsonl.gz"
+    with naming(path, "read") as at, gzip.open(at, "rt", encoding="utf-8") as text:
+        lines = [json.loads(line) for line in text]
+    return [{**line["cell"], **line["result"]} for line in lines if "cell" in line]
 
 
 # Training and numbers ----------------------------------------------------------------------------
