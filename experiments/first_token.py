@@ -39,7 +39,7 @@ import gradtrace as gt
 from experiments import lab
 
 FULL = {"sequences": 10_000, "epochs": 42, "rate": 0.001, "samples": 1000}
-SHORT = {"sequences": 4_000, "epochs": 30, "rate": 0.003, "samples": 200}
+SHORT = {"sequences": 4_000, "epochs": 26, "rate": 0.003, "samples": 200}
 SETTINGS = {
     "full": {"seeds": 20, "learned": 0.95, **FULL},
     "quick": {"seeds": 2, "learned": 0.0, **SHORT},
