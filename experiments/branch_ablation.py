@@ -39,7 +39,7 @@ from experiments import lab, nets
 FULL = {"widths": {"random": [4, 32], "equal": [12, 12]}, "seeds": 50, "layers": 2, "teacher": 64}
 FULL |= {"steps": 600, "batch": 32, "rate": 0.005, "every": 20, "evaluated": 512}
 FULL |= {"traced": 6, "pairs": 16}
-QUICK = {**FULL, "seeds": 4, "steps": 100, "every": 5, "traced": 3, "pairs": 4}
+QUICK = {**FULL, "seeds": 2, "steps": 100, "every": 5, "traced": 3, "pairs": 4}
 SMALL = {**QUICK, "seeds": 1, "steps": 6, "every": 2, "traced": 2}
 SETTINGS = {"full": FULL, "quick": QUICK, "small": SMALL}
 RULES = {rule: f"influence ({rule})" for rule in ("greedy", "viterbi")}
