@@ -184,7 +184,7 @@ def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
         found.append((name, f"{some.count(wanted)} of {len(some)}", ", ".join({*some})))
     return [
         ("Where differences are least off: geometric means of two functions", CURVES, curves),
-        ("Evaluations for d parameters, and their time", COSTS, dear),
+        ("Evaluations of the loss for d parameters, and their time", COSTS, dear),
         ("What gt.check says", ("formula", "named as such", "said"), found),
         ("ReLUs at exactly 0", KINKS, [_kinks(rows, *way) for way in product(KINDS, (0, 1))]),
     ]
@@ -208,13 +208,13 @@ def _kinks(rows: Sequence[lab.Row], kind: str, blank: int) -> list[object]:
     counts = (f"{sum(row[key] for row in none):,}" for key in ("elements", "zeros", "met"))
     more = [b["loss"] - a["loss"] for a, b in zip(none, one)]
     same, loss = f"{more.count(0.0)} of {len(more)}", lab.spoken([row["loss"] for row in none])
-    apart = lab.said(lab.interval(more), ".1e")
+    apart = lab.said(lab.interval(more), ".2g")
     return [kind + ", blank" * blank, *counts, same, loss, apart]
 
 
 def figure(rows: Sequence[lab.Row], path: Path) -> None:
     """The error over h, of the first network."""
     some = [row for row in rows if row.get("of") == "network" and not row["seed"]]
-    curves = {f"{r['scheme']}, {r['type']}": (r["steps"], r["errors"]) for r in some}
-    what, axes = "Error of differences: a network's loss", {"xscale": "log", "yscale": "log"}
+    curves = {f"{r['scheme']}, {r['type'][5:]}": (r["steps"], r["errors"]) for r in some}
+    what, axes = "Differences of a network's loss, by bits", {"xscale": "log", "yscale": "log"}
     lab.lines(path, what, "step h", "relative error", curves, **axes)
