@@ -1,1 +1,0 @@
-"""The parts of the experiment ``checks``, which comes from the slides: one question a file."""
