@@ -537,6 +537,6 @@ def figure(rows: Sequence[lab.Row], path: Path) -> None:
     for (words, kind), some in groups(single, "training", "words", "kind"):
         looks = [*zip(*(row["looks"] for row in some))]
         lengths = [fmean(each["path"]["length"] for each in moment) for moment in looks]
-        curves[f"{NAMES[kind]}, {words:,}"] = [each[0]["step"] for each in looks], lengths
+        curves[f"{NAMES[kind]} {words:,}"] = [each[0]["step"] for each in looks], lengths
     what = "Operators on paths from the first layer, by kind and words"
     lab.lines(path, what, "updates", "operators", curves, xscale="symlog")
