@@ -7,11 +7,10 @@ Expectation: activations grow linearly with depth L, with √L checkpoints as �
 They grow with the batch, parameters do not: the rule of 2 holds for some batch only. Of tanh, as of
 ReLU, PyTorch keeps the output; either takes a few operations an element backward, a product n.
 
-Method: L layers of 128 units on 128 samples, and the mean square of the output. Storages that are
-alive are added up after every operation: after the forward pass (activations), and their peak in
-``loss.backward()``, with gradients there to be added to or not. Processor times (best of rounds)
-are of both passes with and without checkpoints, and of the backward pass of functions of n × n
-elements and of a product. Intervals are Student's over runs.
+Method: L layers of 128 units on 128 samples, and the mean square of the output. Live storages are
+added up after every operation: after the forward pass (activations), and their peak in the other,
+with gradients there to be added to or not. Processor times (best of rounds): both passes with and
+without checkpoints; backward of functions of n × n elements and of a product. Intervals: Student's.
 
 Limits: chains of equal layers, PyTorch's allocator, one thread of one machine. Bytes do not vary.
 """
@@ -40,15 +39,16 @@ ALONE = True  # it measures time
 ROWS = ("memory", "memory-time")
 FUNCTIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 FUNCTIONS |= {"gelu": nn.functional.gelu, "silu": nn.functional.silu}
-SQUARES = [n * n for n in (*range(1, 11), 12, 14, 16)]
-FULL = {"width": 128, "batch": 128, "batches": [1, 8, 32, 64, 128, 256, 512, 1024], "rounds": 30}
-FEW = {"width": 32, "batch": 32, "batches": [8, 32], "rounds": 2}
+FULL = {"width": 128, "batch": 128, "batches": [1, 8, 32, 64, 128, 256, 512, 1024], "rounds": 8}
+FEW = {"width": 32, "batch": 32, "batches": [8, 32], "depths": [1, 4, 9], "rounds": 1, "runs": 1}
+DEEP = {"timed": [[128, 16], [128, 64], [512, 16], [512, 64]], "sizes": [64, 256, 1024], "runs": 5}
 SETTINGS = {
-    "full": {**FULL, "depths": SQUARES, "sizes": [64, 256, 1024], "runs": 5},
-    "quick": {**FULL, "depths": [1, 4, 16, 64], "sizes": [64, 256], "runs": 3},
-    "small": {**FEW, "depths": [1, 4, 9], "sizes": [16, 32], "runs": 1},
+    "full": {**FULL, **DEEP, "depths": [n * n for n in (*range(1, 11), 12, 14, 16)]},
+    "quick": {**FULL, "depths": [1, 4, 16, 64], "timed": [[128, 16]], "sizes": [256], "runs": 3},
+    "small": {**FEW, "timed": [[32, 4]], "sizes": [16]},
 }
 MIB = 2**20
+OVER = {"activations": "activations", "peak": "peak", "peak, gradients there": "peak_added"}
 SIZES = ("activations", "activations, √L checkpoints", "peak", "peak, √L checkpoints")
 
 
@@ -62,7 +62,8 @@ def cells(settings: lab.Cell) -> list[lab.Cell]:
     found += [{**middle, "function": name} for name in FUNCTIONS]
     for run in range(settings["runs"]):
         rest = {"run": run, "rounds": settings["rounds"]}
-        found += [{"kind": "checkpoints", **base, "depth": n, **rest} for n in depths]
+        deep = {"kind": "checkpoints", "batch": settings["batch"], **rest}
+        found += [{**deep, "width": width, "depth": n} for width, n in settings["timed"]]
         found += [{"kind": "function", "size": n, **rest} for n in settings["sizes"]]
     return [cell for at, cell in enumerate(found) if cell not in found[:at]]
 
@@ -81,9 +82,8 @@ def measure(cell: lab.Cell) -> lab.Row:
 
 def network(cell: lab.Cell) -> tuple[nn.ModuleList, list[Tensor], Tensor]:
     """Layers, their parameters, and an input."""
-    width = cell["width"]
-    layers = nn.ModuleList(nn.Linear(width, width) for _ in range(cell["depth"]))
-    return layers, [*layers.parameters()], torch.randn(cell["batch"], width)
+    layers = nn.ModuleList(nn.Linear(cell["width"], cell["width"]) for _ in range(cell["depth"]))
+    return layers, [*layers.parameters()], torch.randn(cell["batch"], cell["width"])
 
 
 def loss_of(layers: nn.ModuleList, x: Tensor, function: str = "tanh", parts: int = 0) -> Tensor:
@@ -144,8 +144,7 @@ def counted(cell: lab.Cell) -> lab.Row:
     parts = round(sqrt(cell["depth"])) if cell["checkpoint"] else 0
     size, found = sum(weight.nbytes for weight in weights), {"parts": parts}
     for name, before in {"peak": 0, "peak_added": size}.items():
-        grads = [weight.grad for weight in weights if weight.grad is not None]
-        with Live([x, *weights, *grads]) as live:
+        with Live([x, *weights, *(w.grad for w in weights if w.grad is not None)]) as live:
             loss = loss_of(layers, x, cell["function"], parts)
             found["activations"] = live.now()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -158,7 +157,7 @@ def counted(cell: lab.Cell) -> lab.Row:
 
 
 def kept(row: lab.Row) -> list[lab.Row]:
-    """Rows of docs/experiments also have what the system counts."""
+    """Rows of docs/experiments have the system's counts, too."""
     return [] if row["kind"] == "system" else [row]
 
 
@@ -181,30 +180,31 @@ def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
     plain = some(counted, "depth", function="tanh", batch=batch, checkpoint=False)
     depths, batches, functions = [], [], []
     for n, parted in some(counted, "depth", checkpoint=True).items():
-        both: list[Any] = [row["activations"] / MIB for row in (plain[n], parted)]
-        both += [(row["peak_added"] - row["model"]) / MIB for row in (plain[n], parted)]
-        both.append(percent(rows, "checkpoints", "plain", kind="checkpoints", depth=n))
-        depths.append((n, *both))
+        both = plain[n], parted
+        depths.append([n, *(row["activations"] / MIB for row in both)])
+        depths[-1] += [(row["peak_added"] - row["model"]) / MIB for row in both]
     for n, row in some(counted, "batch", function="tanh", depth=depth, checkpoint=False).items():
-        names = ("activations", "peak", "peak_added")
-        batches.append([n, *(row[name] / row["model"] for name in names)])
+        batches.append([n, *(row[name] / row["model"] for name in OVER.values())])
     sizes = some(rows, "size", kind="function")
     for name, row in some(counted, "function", depth=depth, batch=batch, checkpoint=False).items():
-        shares = [percent(rows, name, "product", kind="function", size=n) for n in sizes]
-        functions.append([name, row["activations"] / MIB, *shares])
+        functions.append([name, row["activations"] / MIB])
+        functions[-1] += [percent(rows, name, "product", size=n) for n in sizes]
     title = f"MiB over depth (gradients are {max(r['difference'] for r in counted):.1g} off)"
     columns = ["function", "keeps, MiB", *(f"backward, % of a product's, n = {n}" for n in sizes)]
-    over = ("batch", "activations", "peak", "peak, gradients there")
+    timed = {(row["width"], row["depth"]) for row in rows if row["kind"] == "checkpoints"}
+    found = {at: {"kind": "checkpoints", "width": at[0], "depth": at[1]} for at in sorted(timed)}
+    times = [(*at, percent(rows, "checkpoints", "plain", **of)) for at, of in found.items()]
     return [
-        (title, ("layers", *SIZES, "time of checkpoints, %"), depths),
-        ("Memory beyond the model, over the model's; the slides say 2", over, batches),
+        (title, ("layers", *SIZES), depths),
+        ("Time with √L checkpoints, of that without", ("units", "layers", "%"), times),
+        ("Memory beyond the model, over the model's; the slides say 2", ("batch", *OVER), batches),
         ("Functions", columns, functions),
     ]
 
 
 def figure(rows: Sequence[lab.Row], path: Path) -> None:
     """Bytes over depth; the peak is without gradients."""
-    found = [*zip(*tables(rows)[0][2])]
-    curves = {name: (found[0], found[at + 1]) for at, name in enumerate(SIZES)}
-    log = {"xscale": "log", "yscale": "log"}
-    lab.lines(path, "Memory beyond model and gradients", "layers", "MiB", curves, **log)
+    layers, *found = zip(*tables(rows)[0][2])
+    curves = {name: (layers, sizes) for name, sizes in zip(SIZES, found)}
+    what = "Memory beyond model and gradients"
+    lab.lines(path, what, "layers", "MiB", curves, xscale="log", yscale="log")
