@@ -41,7 +41,7 @@ FUNCTIONS = {"relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 FUNCTIONS |= {"gelu": nn.functional.gelu, "silu": nn.functional.silu}
 FULL = {"width": 128, "batch": 128, "batches": [1, 8, 32, 64, 128, 256, 512, 1024], "rounds": 8}
 FEW = {"width": 32, "batch": 32, "batches": [8, 32], "depths": [1, 4, 9], "rounds": 1, "runs": 1}
-DEEP = {"timed": [[128, 16], [128, 64], [512, 16], [512, 64]], "sizes": [64, 256, 1024], "runs": 5}
+DEEP = {"timed": [[128, 16], [128, 64], [512, 16], [1024, 16]], "sizes": [64, 256, 1024], "runs": 5}
 SETTINGS = {
     "full": {**FULL, **DEEP, "depths": [n * n for n in (*range(1, 11), 12, 14, 16)]},
     "quick": {**FULL, "depths": [1, 4, 16, 64], "timed": [[128, 16]], "sizes": [256], "runs": 3},
@@ -49,7 +49,7 @@ SETTINGS = {
 }
 MIB = 2**20
 OVER = {"activations": "activations", "peak": "peak", "peak, gradients there": "peak_added"}
-SIZES = ("activations", "activations, √L checkpoints", "peak", "peak, √L checkpoints")
+SIZES = ("activations", "activations, √L", "peak", "peak, √L")  # √L parts are checkpoints
 
 
 def cells(settings: lab.Cell) -> list[lab.Cell]:
