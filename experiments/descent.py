@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
+from time import process_time
 from typing import Any, TypeAlias
 
 import torch
@@ -36,14 +36,7 @@ Loss: TypeAlias = Callable[[Tensor], Tensor]
 RATES = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {"seeds": 5, "steps": 5000, "updates": 4096, "rates": RATES, "depth": 50, "timed": 15},
-    "quick": {
-        "seeds": 1,
-        "steps": 500,
-        "updates": 512,
-        "rates": RATES[4:],
-        "depth": 30,
-        "timed": 5,
-    },
+    "quick": {"seeds": 1, "steps": 500, "updates": 512, "rates": RATES[4:], "depth": 9, "timed": 5},
     "small": {"seeds": 1, "steps": 30, "updates": 16, "rates": [1.0], "depth": 5, "timed": 2},
 }
 SAMPLES, SIZES, RUNS, STARTS = 256, (1, 4, 16, 64, 256), 32, 256
@@ -213,14 +206,14 @@ def depth(cell: lab.Cell, random: torch.Generator) -> lab.Row:
 
 
 def update(cell: lab.Cell, random: torch.Generator) -> lab.Row:
-    """The seconds of updates: loss, gradient and step."""
+    """The processor's seconds of updates: loss, gradient and step."""
     loss: Loss = partial(errors, data=samples(random, cell["size"]))
     start = START[:, 0, 0]
     if cell["problem"] == "network":
         x, t = torch.randn(2, cell["size"], WIDTH, generator=random)
         start = torch.randn(2, WIDTH, WIDTH, generator=random) / 16
         loss = lambda w: (torch.tanh(x @ w[0]) @ w[1] - t).square().mean()  # noqa: E731
-    began = [perf_counter() for _ in descend(loss, start, [0.01] * cell["timed"])]
+    began = [process_time() for _ in descend(loss, start, [0.01] * cell["timed"])]
     return {"seconds": [b - a for a, b in pairwise(began)][1:]}
 
 
@@ -289,7 +282,7 @@ def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
     return [
         ("Step sizes: power of i in the distance", bowls, [_rate(rows, x) for x in STEPS]),
         ("Optimisers: updates to the goal", ("", *VALLEYS), [_race(rows, x) for x in RULES]),
-        ("Batches on R(P,Q): excess loss", batch, [_batch(rows, x) for x in SIZES]),
+        ("Batches: excess, and of orders over shuffled", batch, [_batch(rows, x) for x in SIZES]),
         ("Microseconds of an update", ("B", *PLACES), [_time(rows, x) for x in MANY]),
         ("Random starts", ("reach the best", "rest elsewhere"), [[*map(lab.spoken, ended)]]),
         ("Gradient left", ("start", "n·Var W", *SHAPES), [_start(rows, x) for x in SCALES]),

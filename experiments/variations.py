@@ -39,7 +39,7 @@ SETTINGS = {
     "quick": {"seeds": 2, "updates": 300, "orders": 40},
     "small": {"seeds": 1, "updates": 20, "orders": 3},
 }
-PROBLEMS = {"axes": "valley along features", "turned": "valley across them", "network": "network"}
+PROBLEMS = {"axes": "along features", "turned": "across features", "network": "network"}
 FEATURES, HIDDEN, POINTS, RATES = 6, 8, 200, (0.1, 0.3, 1.0, 3.0)
 GOAL, ENOUGH, CLOSE = 1e-4, 0.1, 1e-3  # shares of the first loss; excess loss
 NODES, LEAVES, THREADS, RUNS = 63, 4, 4, 20
@@ -239,7 +239,7 @@ def figure(rows: Sequence[lab.Row], path: Path) -> None:
     """Descent of the first seed, with and without normalisation."""
     curves = {}
     for row in some(rows, "valleys", seed=0):
-        name = f"{PROBLEMS[row['problem']]}{', normalised' if row['normalised'] else ''}"
+        name = f"{PROBLEMS[row['problem']]}{', BN' if row['normalised'] else ''}"
         curves[name] = [*range(1, len(row["curve"]) + 1)], row["curve"]
-    axes = {"xscale": "log", "yscale": "log"}
-    lab.lines(path, "Batch normalisation", "updates + 1", "loss over the first", curves, **axes)
+    what, axes = "Batch normalisation (BN)", {"xscale": "log", "yscale": "log"}
+    lab.lines(path, what, "updates + 1", "loss over the first", curves, **axes)
