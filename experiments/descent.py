@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
 from time import process_time
@@ -155,8 +155,9 @@ def race(cell: lab.Cell, random: torch.Generator) -> lab.Row:
         loss, floor = partial(errors, data=data), least(data)
     goal, found = floor + GOAL * (float(loss(start)) - floor), list[int]()
     for rate in cell["rates"]:
-        points = descend(loss, start, [rate] * min(cell["updates"], 1_000), RULES[cell["rule"]])
-        found += islice((i for i, x in enumerate(points) if loss(x) <= goal), 1)
+        walk = descend(loss, start, [rate] * min(cell["updates"], 1_000), RULES[cell["rule"]])
+        losses = takewhile(lambda each: each < 1e9, (float(loss(x)) for x in walk))
+        found += islice((i for i, each in enumerate(losses) if each <= goal), 1)
     return {"updates": min(found, default=None)}
 
 
@@ -255,7 +256,6 @@ def _race(rows: Sequence[lab.Row], rule: str) -> list[object]:
 
 
 def _batch(rows: Sequence[lab.Row], size: int) -> list[object]:
-    """Excess after a pass and in the end, and that of other orders over that of shuffled."""
     by = {order: some(rows, "orders", order=order, size=size) for order in ORDERS}
     mine, others = by["shuffled"], [[*zip(by[order], by["shuffled"])] for order in ORDERS[1:]]
     once = [r["excess"][sum(i * size <= SAMPLES for i in r["updates"]) - 1] for r in mine]
