@@ -1,14 +1,17 @@
 """Does the time of back-propagation grow linearly with depth, in every way to do it?
 
 Expectation: yes (Figure 1.2 of the chapter, for its own engine and PyTorch's), with spikes that do
-not smooth out, of unknown cause.
+not smooth out, of unknown cause; values of inputs and targets do not matter, and samples packed
+into one batch take less time than one by one.
 
 Method: networks of 1 to 1,000 layers of 20 tanh units, 10 in, 15 out, one sample, squared error.
 PyTorch's backward, our engine by each schedule (Kahn's also without garbage collection, which could
 cause spikes), and an influence trace are timed in turns, depths in random order. Lines go through
 the best time of each depth; the power of the depth is that of the best times from 25 layers on, for
 each seed. A spike is a depth whose time is over 20% above the line between its neighbours. Weights
-are orthogonal: PyTorch's default lets the gradient vanish within 200 layers.
+are orthogonal: PyTorch's default lets the gradient vanish within 200 layers. At one depth, inputs
+and targets are random, zero, or tiny (1e-40, subnormal in float32), and 20 samples go one by one
+and in one batch.
 
 Limits: chains of small layers on one sample, where what is paid for each operator outweighs
 arithmetic; times of one machine and one thread.
@@ -24,7 +27,7 @@ from math import log
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -36,21 +39,26 @@ from experiments import lab
 
 ALONE = True  # it measures time
 SETTINGS = {
-    "full": {"layers": [1, *range(25, 1001, 25)], "rounds": 9, "seeds": 3},
-    "quick": {"layers": [1, 25, 50, 100, 200, 300], "rounds": 3, "seeds": 2},
-    "small": {"layers": [1, 25, 50], "rounds": 2, "seeds": 1},
+    "full": {"layers": [1, *range(25, 1001, 25)], "rounds": 9, "seeds": 3, "inputs": 8},
+    "quick": {"layers": [1, 25, 50, 100, 200, 300], "rounds": 3, "seeds": 2, "inputs": 3},
+    "small": {"layers": [1, 25, 50], "rounds": 2, "seeds": 1, "inputs": 1},
 }
+ROWS = ("layers", "layers-inputs")
+SOME = ("PyTorch", "kahn", "influence")
 SCHEDULES = ("kahn", "creation", "recursive")
 WAYS = ("PyTorch", *SCHEDULES, "kahn, no gc", "influence")
-DEEP, SPIKE = 25, 0.2
-COLUMNS = ("way", "µs a layer", "R²", "power of depth", "slope over PyTorch's")
+DEEP, SPIKE, PACKED = 25, 0.2, 20
+COLUMNS = ("way", "µs a layer", "R²", "power of depth", "over PyTorch's", "spikes", "of best times")
+GIVEN = ("way", "zero", "tiny", "20 one by one", "20 in one batch")
 
 
 def cells(settings: lab.Cell) -> list[lab.Cell]:
-    """A network of each depth for each seed, in an order of its own."""
+    """A network of each depth for each seed, in an order of its own; and other inputs."""
     depths, rounds = settings["layers"], settings["rounds"]
     orders = [(seed, Random(seed).sample(depths, len(depths))) for seed in range(settings["seeds"])]
-    return [{"layers": n, "rounds": rounds, "seed": seed} for seed, some in orders for n in some]
+    found = [{"layers": n, "rounds": rounds, "seed": seed} for seed, some in orders for n in some]
+    seeds = range(settings["inputs"])
+    return found + [{"inputs": 25, "rounds": 3 * rounds, "seed": seed} for seed in seeds]
 
 
 def network(layers: int, seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -67,6 +75,8 @@ def network(layers: int, seed: int) -> tuple[nn.Sequential, Tensor, Tensor]:
 
 def measure(cell: lab.Cell) -> lab.Row:
     """How far gradients are from PyTorch's, and the seconds of each way, round by round."""
+    if "inputs" in cell:
+        return inputs(cell)
     model, x, y = network(cell["layers"], cell["seed"])
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1_000 + 4 * cell["layers"])
@@ -80,7 +90,25 @@ def measure(cell: lab.Cell) -> lab.Row:
         sys.setrecursionlimit(limit)
 
 
-def _timed(way: str, model: nn.Module, x: Tensor, y: Tensor) -> float:
+def inputs(cell: lab.Cell) -> lab.Row:
+    """The processor's seconds of a pass by way and kind of input, in turns."""
+    model, x, y = network(cell["inputs"], cell["seed"])
+    many = torch.randn(PACKED, 10), torch.randn(PACKED, 15)
+    given = {"random": (x, y), "zero": (0 * x, 0 * y), "tiny": (1e-40 * x, 1e-40 * y)}
+    kinds = {name: [pair] for name, pair in given.items()}
+    kinds |= {GIVEN[3]: [*zip(*(each[:, None] for each in many))], GIVEN[4]: [many]}
+    seconds = {way: {kind: list[float]() for kind in kinds} for way in SOME}
+    for _ in range(cell["rounds"]):
+        for way in SOME:
+            for kind, pairs in kinds.items():
+                took = sum(_timed(way, model, a, b, process_time) for a, b in pairs)
+                seconds[way][kind].append(took)
+    return {"seconds": seconds}
+
+
+def _timed(
+    way: str, model: nn.Module, x: Tensor, y: Tensor, clock: Callable[[], float] = perf_counter
+) -> float:
     """The seconds of one pass; the forward pass is not counted."""
     watch = gt.watch(model)
     with watch if way == "influence" else torch.enable_grad():
@@ -94,9 +122,9 @@ def _timed(way: str, model: nn.Module, x: Tensor, y: Tensor) -> float:
     run = ways.get(way, lambda: gt.backward(loss, names=names, schedule=schedule))
     if way == "kahn, no gc":
         gc.disable()
-    began = perf_counter()
+    began = clock()
     run()
-    took = perf_counter() - began
+    took = clock() - began
     gc.enable()
     return took
 
@@ -142,28 +170,39 @@ def spikes(times: dict[int, float]) -> int:
     return found
 
 
-def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
-    """Lines through the best times, and spikes."""
-    best = {way: by_depth(rows, way, min) for way in WAYS}
-    fits = {way: lab.line([*best[way]], [*best[way].values()]) for way in WAYS}
-    found = [
-        (way, slope * 1e6, r2, lab.spoken(powers(rows, way)), slope / fits["PyTorch"][0])
-        for way, (slope, r2) in fits.items()
-    ]
-    off = max(max(row["differences"].values()) for row in rows)
-    title = f"Lines through the best times (gradients are at most {off:.1e} from PyTorch's)"
-    means = {way: by_depth(rows, way, fmean) for way in WAYS}
-    told = [(way, spikes(means[way]), spikes(best[way])) for way in WAYS]
-    inner = max(len(best["PyTorch"]) - 2, 0)
+def _line(rows: Sequence[lab.Row], way: str) -> list[object]:
+    best, means = by_depth(rows, way, min), by_depth(rows, way, fmean)
+    (slope, r2), theirs = (
+        lab.line([*x], [*x.values()]) for x in (best, by_depth(rows, "PyTorch", min))
+    )
+    power = lab.spoken(powers(rows, way))
+    return [way, slope * 1e6, r2, power, slope / theirs[0], spikes(means), spikes(best)]
+
+
+def _given(rows: Sequence[lab.Row], way: str) -> list[object]:
+    """Best times over those of a random sample, by kind of input."""
+    best = [{kind: min(some) for kind, some in row["seconds"][way].items()} for row in rows]
     return [
-        (title, COLUMNS, found),
-        (f"Spikes, of {inner} depths", ("way", "of mean times", "of best times"), told),
+        way,
+        *(lab.spoken([each[kind] / each["random"] for each in best]) for kind in GIVEN[1:]),
+    ]
+
+
+def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
+    """Lines through the best times, with spikes; and times of other inputs."""
+    deep, given = ([row for row in rows if ("inputs" in row) == kind] for kind in (False, True))
+    off = max(max(row["differences"].values()) for row in deep)
+    title = f"Lines through the best times (gradients are at most {off:.1e} from PyTorch's)"
+    times = "Best times over those of one random sample, 25 layers"
+    return [
+        (title, COLUMNS, [_line(deep, way) for way in WAYS]),
+        (times, GIVEN, [_given(given, way) for way in SOME]),
     ]
 
 
 def figure(rows: Sequence[lab.Row], path: Path) -> None:
     """The best times over depth."""
-    curves = {}
+    curves, rows = {}, [row for row in rows if "layers" in row]
     for way in WAYS:
         best = by_depth(rows, way, min)
         curves[way] = [*best], [1e3 * seconds for seconds in best.values()]

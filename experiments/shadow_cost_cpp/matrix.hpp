@@ -15,7 +15,6 @@ struct Matrix {
 
   float* row(std::size_t i) { return values.data() + i * columns; }
   const float* row(std::size_t i) const { return values.data() + i * columns; }
-  bool empty() const { return values.empty(); }
 };
 
 // into += a · b
