@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -167,3 +169,73 @@ def _windows(numbers: Tensor, length: int) -> Draw:
         return Batch(chosen[:, :-1], chosen[:, 1:])
 
     return draw
+
+
+def kinds(topics: int, seed: int) -> Iterator[tuple[str, float]]:
+    """Kinds of words, each with its probability given all before: *the dogs that a cat near the
+    trees sees run*. Verbs agree with their subjects in number and topic.
+    """
+    draw, weights = Random(f"treebank text/{seed}"), 1 / np.arange(1, topics + 1)
+    share = (weights / weights.sum()).tolist()
+
+    def noun(topic: int, stays: float, chance: float) -> Any:
+        number = draw.choice(("one", "many"))
+        yield number, chance / 2
+        while draw.random() < 0.3:
+            yield "adjective", 0.3
+        new = draw.choices(range(topics), share)[0] if draw.random() >= stays else topic
+        yield f"noun {new} {number}", 0.7 * (stays * (new == topic) + (1 - stays) * share[new])
+        return new, number
+
+    def beside(topic: int, number: str, depth: int = 0) -> Any:
+        clause, choice = (0.25 if depth < 2 else 0.0), draw.random()
+        if choice >= 0.15 + clause:
+            return 0.85 - clause  # the chance of a verb at once
+        yield ("preposition", 0.15) if choice < 0.15 else ("that", clause)
+        if choice < 0.15:
+            yield from noun(topic, 0.6, 1.0)
+        elif draw.random() < 0.6:  # that sees the cat
+            yield f"verb {topic} {number}", 0.6
+            yield from noun(topic, 0.6, 1.0)
+        else:  # that the cat sees
+            inner, other = yield from noun(topic, 0.6, 0.4)
+            chance = yield from beside(inner, other, depth + 1)
+            yield f"verb {inner} {other}", chance
+        return 1.0
+
+    topic = 0
+    while True:
+        topic, number = yield from noun(topic, 0.8, 1.0)
+        chance = yield from beside(topic, number)
+        yield f"verb {topic} {number}", chance
+        choice = draw.random()
+        if choice < 0.55:
+            yield from noun(topic, 0.6, 0.55)
+        elif choice < 0.75:
+            yield "adverb", 0.2
+        yield "end", 1.0 if choice < 0.75 else 0.25
+
+
+def corpus(count: int, words: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Numbers of words, and -log of their probabilities; within a kind by Zipf's law.
+
+    >>> numbers, surprisal = corpus(1000, 200, 0)
+    >>> len(numbers), bool(numbers.max() < 200), bool(surprisal.min() >= 0)
+    (1000, True, True)
+    """
+    rest, topics = words - 16, min(20, (words - 16) // 40)
+    sizes = {"end": 1, "that": 1, "one": 3, "many": 3, "preposition": 8}
+    sizes["adjective"] = rest * 3 // 20
+    for name in [f"{topic} {number}" for topic in range(topics) for number in ("one", "many")]:
+        sizes |= {f"noun {name}": rest // (4 * topics), f"verb {name}": rest * 3 // (20 * topics)}
+    sizes["adverb"] = words - sum(sizes.values())
+    said, chances = map(np.array, zip(*islice(kinds(topics, seed), count)))
+    found, start, draw = np.zeros(count, dtype=np.int64), 0, np.random.default_rng(seed)
+    for kind, size in sizes.items():
+        places, zipf = np.flatnonzero(said == kind), 1 / np.arange(1, size + 1)
+        zipf /= zipf.sum()
+        ranks = np.searchsorted(np.cumsum(zipf), draw.random(len(places)), side="right")
+        ranks = np.minimum(ranks, size - 1)
+        found[places], start = start + ranks, start + size
+        chances[places] *= zipf[ranks]
+    return torch.from_numpy(found), torch.from_numpy(-np.log(chances))

@@ -1,74 +1,70 @@
 """What do traces show of a language model as large as the Penn Treebank's, and what do they cost?
 
-Expectation: the chapter supposes "roughly 2.1 million parameters and 30·n million edges", graphs
-sparse with very dense regions, paths far shorter than these, in a feed-forward network in
+Expectation: the chapter supposes paths far shorter than the graph, in a feed-forward network in
 proportion to its layers. It calls LSTM and GRU easier to train than RNN.
 
 Method: text of a grammar, whose least possible loss is known. *training*: models learn by Adam, the
-gradient clipped to 1, state carried on; one held-out batch is traced (greedy) over training: paths
-from the first layer's weights, influence on the embeddings. *cost*: of a trace of 10,000 elements,
-and of a Monitor. *scale*: Elman's network on n words, edges and best times. *counts*: parameters;
-of each argument of an operator, its elements times those of the output, and how many of these pairs
-are edges. Intervals draw weights and text.
+gradient clipped to 1, state carried on; over training one held-out batch is traced (greedy), and
+paths from the first layer's weights are followed; in the end also on a longer text. *cost*: of a
+trace of 10,000 elements beside a step. Intervals draw weights and text.
 
-Limits: no natural language; learning rates were not tuned; one batch is traced. Published large
-models and costs are of one GPU and gradtrace 0.1.0, whose Monitor measured more; GRU was compared
-in a smaller size.
+Limits: no natural language; rates were not tuned; one batch is traced. Published large models and
+costs are of one GPU and gradtrace 0.1.0; GRU was compared in a smaller size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, cycle, islice, pairwise
-from math import exp, inf, isfinite, log, prod
+from itertools import cycle, islice, pairwise
+from math import isfinite
 from pathlib import Path
-from random import Random
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradtrace as gt
-from experiments import lab
+from experiments import data, lab
 
 ALONE = True  # it measures time
-ROWS = ("language-model", "treebank-scale", "language-model-gru")
-SIZE = {"words": 10_000, "units": 1_000}
-LARGE = {**SIZE, "batch": 20, "length": 35, "corpus": 1_000_000, "rate": 0.001}
+ROWS = ("language-model", "language-model-gru")
+LARGE: dict[str, Any] = {"words": 10_000, "units": 1_000, "corpus": 1_000_000, "rate": 0.001}
+LARGE |= {"batch": 20, "length": 35}
 LONG = {**LARGE, "long": 80, "moments": [0, 20, 50, 100, 200, 400, 700, 1_000, 1_500, 2_000, 3_000]}
 LESS = {**LONG, "words": 1_000, "units": 100, "corpus": 200_000, "rate": 0.003}
-LESS["moments"] = [0, 20, 50, 100, 200, 400, 700]
+LESS["moments"] = LONG["moments"][:7]
+TINY = {"words": 200, "units": 16, "batch": 4, "length": 6, "corpus": 4_000, "rate": 0.01}
+TINY |= {"long": 6, "steps": 5}
 ONE = [{"kind": kind, "layers": 1} for kind in ("lstm", "rnn", "gru", "forward")]
 DEEP = [{"kind": kind, "layers": n} for kind in ("lstm", "rnn") for n in (2, 3)]
 DEEP += [{"kind": "forward", "layers": n} for n in (1, 2, 4, 8)]
-
-
-def brief(updates: int, seeds: int, **sizes: int) -> dict[str, Any]:
-    """The parts of a short form."""
-    tiny = {"words": 200, "units": 16, "batch": 4, "length": 6, "corpus": 4_000, "rate": 0.01}
-    return {
-        "training": [({**tiny, "moments": [0, updates // 2, updates], "long": 6}, ONE, seeds)],
-        "cost": [({**tiny, "rounds": seeds, "every": 5}, [{"layers": 1}], seeds)],
-        "counts": [({**sizes, "steps": 10}, [{}], 1)],
-        "scale": [({**sizes, "rounds": seeds}, [{"steps": n} for n in (2, 10)], seeds)],
-    }
-
-
 SETTINGS: dict[str, dict[str, Any]] = {  # of each part: what is shared, what differs, seeds
     "full": {
         "training": [(LONG, ONE[:2], 5), (LONG, DEEP, 3), (LESS, ONE[:3], 4)],
-        "cost": [({**LARGE, "rounds": 5, "every": 100}, [{"layers": n} for n in (1, 2, 3)], 5)],
-        "counts": [({**SIZE, "steps": 10}, [{}], 1)],
-        "scale": [({**SIZE, "rounds": 3}, [{"steps": n} for n in range(10, 101, 10)], 3)],
+        "cost": [({**LARGE, "rounds": 5, "steps": 100}, [ONE[0], *DEEP[:2]], 5)],
     },
-    "quick": brief(60, 2, words=1_000, units=100),
-    "small": brief(4, 1, words=100, units=10),
+    "quick": {
+        "training": [({**TINY, "moments": [0, 30, 60]}, ONE, 2)],
+        "cost": [({**TINY, "rounds": 2}, ONE[:1], 2)],
+    },
+    "small": {
+        "training": [({**TINY, "moments": [0, 2, 4]}, ONE, 1)],
+        "cost": [({**TINY, "rounds": 1}, ONE[:1], 1)],
+    },
 }
+NAMES = {"lstm": "LSTM", "rnn": "RNN", "gru": "GRU", "forward": "feed-forward"}
+FUSED = {"lstm": nn.LSTM, "rnn": nn.RNN, "gru": nn.GRU}
+WINDOW = 4  # words that a feed-forward model reads
+TRACE = "a trace", "forward pass, watched", "recording", "influence, sampled"
+LEARNED = (
+    *("layers", "words", "seeds", "above least loss", "operators, step 0", "trained"),
+    *("% they carry", "in a long graph", "of operators"),
+)
+COST = "layers", "seeds", "step, ms", "trace, ms", "% every 100 steps"
 
 
 def cells(settings: lab.Cell) -> list[lab.Cell]:
@@ -83,107 +79,8 @@ def cells(settings: lab.Cell) -> list[lab.Cell]:
 
 
 def measure(cell: lab.Cell) -> lab.Row:
-    """One part of one model."""
-    parts = {"training": training, "cost": cost, "counts": counts, "scale": scale}
-    return parts[cell["part"]](cell)
-
-
-# Text --------------------------------------------------------------------------------------------
-
-
-def kinds(topics: int, seed: int) -> Iterator[tuple[str, float]]:
-    """Kinds of words, each with its probability given all before: *the dogs that a cat near the
-    trees sees run*. Verbs agree with their subjects in number and topic.
-    """
-    draw, weights = Random(f"treebank text/{seed}"), 1 / np.arange(1, topics + 1)
-    share = (weights / weights.sum()).tolist()
-
-    def noun(topic: int, stays: float, chance: float) -> Any:
-        number = draw.choice(("one", "many"))
-        yield number, chance / 2
-        while draw.random() < 0.3:
-            yield "adjective", 0.3
-        new = draw.choices(range(topics), share)[0] if draw.random() >= stays else topic
-        yield f"noun {new} {number}", 0.7 * (stays * (new == topic) + (1 - stays) * share[new])
-        return new, number
-
-    def beside(topic: int, number: str, depth: int = 0) -> Any:
-        clause, choice = (0.25 if depth < 2 else 0.0), draw.random()
-        if choice >= 0.15 + clause:
-            return 0.85 - clause  # the chance of a verb at once
-        yield ("preposition", 0.15) if choice < 0.15 else ("that", clause)
-        if choice < 0.15:
-            yield from noun(topic, 0.6, 1.0)
-        elif draw.random() < 0.6:  # that sees the cat
-            yield f"verb {topic} {number}", 0.6
-            yield from noun(topic, 0.6, 1.0)
-        else:  # that the cat sees
-            inner, other = yield from noun(topic, 0.6, 0.4)
-            chance = yield from beside(inner, other, depth + 1)
-            yield f"verb {inner} {other}", chance
-        return 1.0
-
-    topic = 0
-    while True:
-        topic, number = yield from noun(topic, 0.8, 1.0)
-        chance = yield from beside(topic, number)
-        yield f"verb {topic} {number}", chance
-        choice = draw.random()
-        if choice < 0.55:
-            yield from noun(topic, 0.6, 0.55)
-        elif choice < 0.75:
-            yield "adverb", 0.2
-        yield "end", 1.0 if choice < 0.75 else 0.25
-
-
-def text(count: int, words: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Numbers of words, and -log of their probabilities; within a kind by Zipf's law.
-
-    >>> numbers, surprisal = text(1000, 200, 0)
-    >>> len(numbers), bool(numbers.max() < 200), bool(surprisal.min() >= 0)
-    (1000, True, True)
-    """
-    rest, topics = words - 16, min(20, (words - 16) // 40)
-    sizes = {"end": 1, "that": 1, "one": 3, "many": 3, "preposition": 8}
-    sizes["adjective"] = rest * 3 // 20
-    for name in [f"{topic} {number}" for topic in range(topics) for number in ("one", "many")]:
-        sizes |= {f"noun {name}": rest // (4 * topics), f"verb {name}": rest * 3 // (20 * topics)}
-    sizes["adverb"] = words - sum(sizes.values())
-    said, chances = map(np.array, zip(*islice(kinds(topics, seed), count)))
-    found, start, draw = np.zeros(count, dtype=np.int64), 0, np.random.default_rng(seed)
-    for kind, size in sizes.items():
-        places, zipf = np.flatnonzero(said == kind), 1 / np.arange(1, size + 1)
-        zipf /= zipf.sum()
-        ranks = np.searchsorted(np.cumsum(zipf), draw.random(len(places)), side="right")
-        ranks = np.minimum(ranks, size - 1)
-        found[places], start = start + ranks, start + size
-        chances[places] *= zipf[ranks]
-    return torch.from_numpy(found), torch.from_numpy(-np.log(chances))
-
-
-# Models ------------------------------------------------------------------------------------------
-
-NAMES = {"lstm": "LSTM", "rnn": "RNN", "gru": "GRU", "forward": "feed-forward"}
-FUSED = {"lstm": nn.LSTM, "rnn": nn.RNN, "gru": nn.GRU}
-GATES: dict[str, tuple[str, ...]] = {
-    "lstm": ("input", "forget", "output", "candidate", "memory", "recurrent"),
-    "gru": ("reset", "update", "candidate", "memory", "recurrent"),
-}
-FUNCTIONS: dict[str, Any] = {"candidate": torch.tanh, "memory": torch.mul, "recurrent": F.linear}
-WINDOW = 4  # words that a feed-forward model reads
-WAYS = "loss.backward()", "trace and influence"
-TRACE = "a trace", "forward pass, watched", "recording", "influence, sampled"
-
-
-Losses: TypeAlias = Iterator[Callable[[], Tensor]]
-
-
-class Part(nn.Module):
-    """A function as a component; gates are sigmoids."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.forward: Any = FUNCTIONS.get(name, torch.sigmoid)
+    """A model in training, or what its traces cost."""
+    return training(cell) if cell["part"] == "training" else cost(cell)
 
 
 class LanguageModel(nn.Module):
@@ -197,9 +94,7 @@ class LanguageModel(nn.Module):
         nn.init.uniform_(self.embed.weight, -0.1, 0.1)
         wide = [WINDOW * units if kind == "forward" else units, *[units] * layers]
         self.layers = nn.ModuleList(FUSED.get(kind, nn.Linear)(*size) for size in pairwise(wide))
-        self.out, self.parts = nn.Linear(units, words), nn.Module()
-        for name in GATES.get(kind, ("recurrent",)):
-            self.parts.add_module(name, Part(name))
+        self.out = nn.Linear(units, words)
 
     def forward(self, words: Tensor, states: list[Any]) -> Tensor:
         """Scores at each time; in training the layers' last states are left in ``states``."""
@@ -224,39 +119,35 @@ class LanguageModel(nn.Module):
 
     def opened(self, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         """States from zeros on; ``x`` is what each step gets from the layer below."""
-        p: Any = self.parts
         h = c = x.new_zeros(*x.shape[1:-1], w.shape[1])
         outs = []
         for given in x.unbind(0):
-            known = p.recurrent(h, w, b)
+            known = F.linear(h, w, b)
             if self.kind == "lstm":
                 i, f, g, o = (given + known).chunk(4, 1)
-                c = p.memory(p.forget(f), c) + p.input(i) * p.candidate(g)
-                h = p.output(o) * torch.tanh(c)
+                c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+                h = torch.sigmoid(o) * torch.tanh(c)
             elif self.kind == "gru":
                 (r, z, n), (rh, zh, nh) = given.chunk(3, 1), known.chunk(3, 1)
-                z, n = p.update(z + zh), p.candidate(n + p.reset(r + rh) * nh)
-                h = (1 - z) * n + p.memory(z, h)
+                z, n = torch.sigmoid(z + zh), torch.tanh(n + torch.sigmoid(r + rh) * nh)
+                h = (1 - z) * n + z * h
             else:
                 h = torch.tanh(given + known)
             outs.append(h)
         return torch.stack(outs)
 
 
-def loss_of(model: nn.Module, words: Tensor, states: list[Any], monitor: Any = None) -> Tensor:
+def loss_of(model: nn.Module, words: Tensor, states: list[Any]) -> Tensor:
     """The mean cross entropy of each next word."""
     scores = model(words[:-1], states)
-    loss = F.cross_entropy(scores.flatten(0, -2), words[1:].flatten())
-    if monitor is not None:
-        monitor.step(loss)
-    return loss
+    return F.cross_entropy(scores.flatten(0, -2), words[1:].flatten())
 
 
-def losses(model: LanguageModel, words: Tensor, length: int, monitor: Any = None) -> Losses:
+def losses(model: LanguageModel, words: Tensor, length: int) -> Iterator[Callable[[], Tensor]]:
     """The loss on each window of a text, over and over; the state is carried on."""
     states: list[Any] = [None] * len(model.layers)
     for first in cycle(range(0, len(words) - length, length)):
-        yield partial(loss_of, model, words[first : first + length + 1], states, monitor)
+        yield partial(loss_of, model, words[first : first + length + 1], states)
 
 
 def watched(model: nn.Module, words: Tensor) -> tuple[gt.watch, Tensor]:
@@ -272,22 +163,18 @@ def built(cell: lab.Cell) -> tuple[LanguageModel, torch.optim.Optimizer, list[Te
     """A model, its optimiser, and streams side by side: text, held-out text and its surprisal."""
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(cell["seed"])
-    sizes = cell["words"], cell["units"], cell["layers"]
-    model = LanguageModel(cell.get("kind", "lstm"), *sizes).to(where)
+    model = LanguageModel(*(cell[k] for k in ("kind", "words", "units", "layers"))).to(where)
     optimizer = torch.optim.Adam(model.parameters(), lr=cell["rate"])
 
     def clip(*_: object) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     optimizer.register_step_pre_hook(clip)
-    words, surprisal = text(cell["corpus"], cell["words"], cell["seed"])
+    words, surprisal = data.corpus(cell["corpus"], cell["words"], cell["seed"])
     cut, batch = round(0.9 * len(words)), cell["batch"]
     parts = words[:cut], words[cut:], surprisal[cut:]
     streams = [part[: len(part) // batch * batch].view(batch, -1).T.to(where) for part in parts]
     return model, optimizer, streams
-
-
-# What is measured --------------------------------------------------------------------------------
 
 
 def training(cell: lab.Cell) -> lab.Row:
@@ -299,22 +186,18 @@ def training(cell: lab.Cell) -> lab.Row:
         looks.append({"step": step, **look(model, held, cell["length"])})
     watch, loss = watched(model, held[0][: cell["long"] + 1])
     graph, found = watch.graph(loss), paths(watch.trace(loss))
-    edges = sum(edges for _, edges in arguments(graph).values())
-    return {"looks": looks, "graphs": {"end": [{**found, "operators": len(graph), "edges": edges}]}}
+    return {"looks": looks, "graphs": {"end": [{**found, "operators": len(graph)}]}}
 
 
 def look(model: LanguageModel, held: Sequence[Tensor], length: int) -> lab.Row:
-    """The loss and the least possible; paths, and the share of words' that take each gate."""
+    """The held-out loss, the least possible, and the paths."""
     words, surprisal = held
     windows = min(30, (len(words) - 1) // length)
     with torch.no_grad():
         loss = fmean(float(run()) for run in islice(losses(model, words, length), windows))
     least = float(surprisal[1 : windows * length + 1].mean())
     watch, traced = watched(model, words[: length + 1])
-    trace, by = watch.trace(traced), {gate: f"parts.{gate}" for gate in GATES.get(model.kind, ())}
-    shares = trace.influence(by, of="embed.weight", sample=None).shares if by else {}
-    influence = {f"layer 1, {gate}": [share] for gate, share in shares.items()}
-    return {"loss": loss, "source": least, "path": paths(trace), "influence": influence}
+    return {"loss": loss, "source": least, "path": paths(watch.trace(traced))}
 
 
 def paths(trace: Any) -> dict[str, float]:
@@ -335,102 +218,26 @@ def seconds(run: Callable[[], object]) -> float:
     return perf_counter() - began
 
 
-def influence(watch: gt.watch, loss: Tensor, **asked: Any) -> None:
-    """What is timed of a trace."""
-    watch.trace(loss).influence(**asked)
-
-
 def cost(cell: lab.Cell) -> lab.Row:
-    """Seconds of a trace, and of a training step without and with a Monitor."""
+    """Seconds of a training step, and of a trace."""
     model, optimizer, (train, *_) = built(cell)
-    length, every = cell["length"], cell["every"]
 
-    def steps(count: int, monitor: gt.Monitor | None = None) -> float:
-        some = islice(losses(model, train, length, monitor), count)
-        return seconds(lambda: lab.train(model, optimizer, some)) / count
+    def steps() -> None:
+        some = losses(model, train, cell["length"])
+        lab.train(model, optimizer, islice(some, cell["steps"]))
 
     def trace() -> None:
-        by = {gate: f"parts.{gate}" for gate in GATES["lstm"]}
-        influence(*watched(model, train[: length + 1]), by=by, sample=10_000)
+        watch, loss = watched(model, train[: cell["length"] + 1])
+        watch.trace(loss).influence(sample=10_000)
 
     _, *traces = (seconds(trace) for _ in range(1 + cell["rounds"]))  # the first takes longer
-    _, plain = steps(every), steps(2 * every)
-    with gt.Monitor(model, every=every) as monitor:
-        _, monitored = steps(every, monitor), steps(2 * every, monitor)
-    found = {"training step": [plain], "a trace": traces}
-    return {"seconds": found, "monitor": {"plain": plain, "with": monitored}}
-
-
-def scale(cell: lab.Cell) -> lab.Row:
-    """Edges of Elman's network on so many words, and the best times of passes."""
-    torch.manual_seed(cell["seed"])
-    model, best = LanguageModel("elman", cell["words"], cell["units"]), dict.fromkeys(WAYS, inf)
-    words = torch.randint(cell["words"], (cell["steps"] + 1,))
-    for _ in range(cell["rounds"]):
-        model.zero_grad()
-        plain, (watch, loss) = loss_of(model, words, []), watched(model, words)
-        runs: tuple[Callable[[], object], ...] = plain.backward, partial(influence, watch, loss)
-        best = {way: min(best[way], seconds(run)) for way, run in zip(WAYS, runs)}
-    edges = sum(edges for _, edges in arguments(watch.graph(loss)).values())
-    return {"edges": edges, "seconds": best}
-
-
-def arguments(graph: Any) -> dict[str, tuple[int, int]]:
-    """Of each argument: the pairs of its elements and the output's, and how many are edges."""
-    found: dict[str, tuple[int, int]] = {}
-    for edge in (edge for edge in graph.edges if edge.producer is not None):
-        user, shape = graph[edge.consumer], graph[edge.producer].shapes[edge.slot]
-        size, name = prod(shape), user.name.removesuffix("Backward0")
-        edges = size if name in ("Stack", "Cat") else user.size
-        if name == "Addmm" and edge.position:  # (n, k) @ (k, m); the bias is as all others
-            name += ", input" if edge.position == 1 else ", weight"
-            edges = user.size * shape[edge.position == 1]
-        elif name == "LogSoftmax":
-            edges = size * shape[-1]
-        elif name == "NllLoss":
-            edges = shape[0]
-        pairs, before = found.get(name, (0, 0))
-        found[name] = pairs + size * user.size, before + edges
-    return found
-
-
-def counts(cell: lab.Cell) -> lab.Row:
-    """Pairs and edges of Elman's arguments; the parameters of models that hold no numbers."""
-    sizes, dense = SIZE.values(), (25_088, 4_096, 4_096, 1_000)
-    wide = [3, *[64] * 2, *[128] * 2, *[256] * 3, *[512] * 6]
-    with torch.device("meta"):
-        layers = [nn.Conv2d(a, b, 3) for a, b in pairwise(wide)], map(nn.Linear, dense, dense[1:])
-        models = {
-            "Elman's network": LanguageModel("elman", *sizes),
-            "embedding and nn.RNN": LanguageModel("rnn", *sizes),
-            "embedding and nn.LSTM": LanguageModel("lstm", *sizes),
-            "nn.RNN alone": nn.RNN(1_000, 1_000),
-            "embedding and nn.LSTM, 100 units": LanguageModel("lstm", 10_000, 100),
-            "VGG-16": nn.ModuleList(chain(*layers)),
-        }
-    parameters = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
-    words = torch.randint(cell["words"], (cell["steps"] + 1,))
-    watch, loss = watched(LanguageModel("elman", cell["words"], cell["units"]), words)
-    vertices = sum(operator.size for operator in watch.graph(loss))
-    found = arguments(watch.graph(loss))
-    return {"parameters": parameters, "vertices": vertices, "arguments": found}
-
-
-# What came out -----------------------------------------------------------------------------------
-
-LEARNED = (
-    *("layers", "words", "seeds", "above least loss", "operators, step 0", "trained"),
-    *("% they carry", "in a long graph", "of operators", "billion edges"),
-)
-GATED = "model, words", "gate", "step 0", "trained"
-COST = "layers", "seeds", "step, ms", "trace, ms", "% every 100 steps", "% of a Monitor"
-SCALE = "n", "edges", "backward, ms", "trace, ms", "times backward"
-DENSE = "argument", "edges of pairs", "of all edges"
+    _, *plain = (seconds(steps) / cell["steps"] for _ in range(3))
+    return {"seconds": {"training step": plain, "a trace": traces}}
 
 
 def kept(row: lab.Row) -> list[lab.Row]:
-    """Old rows of a text have no part; parameters are counted anew."""
-    return [] if row.get("kind") == "parameters" else [{"part": "scale", **row}]
+    """Rows of docs/experiments are as those of today."""
+    return [row]
 
 
 def groups(rows: Sequence[lab.Row], part: str, *names: str) -> list[tuple[Any, list[lab.Row]]]:
@@ -456,87 +263,35 @@ def _learned(rows: Sequence[lab.Row], words: int, kind: str, layers: int) -> lis
         *(told(some, ".1f") for some in lengths),
         told((each["path"]["coverage"] for each in last), ".1f", 100),
         told((end["length"] for end in ends), ".1f"),
-        *(f"{ends[0]['operators']:,}", f"{ends[0]['edges'] / 1e9:.3g}"),
+        f"{ends[0]['operators']:,}",
     ]
-
-
-def _gates(rows: Sequence[lab.Row], words: int, kind: str, layers: int) -> list[list[object]]:
-    """The share of paths through each gate of a layer alone, before training and after."""
-    found: list[list[object]] = []
-    for gate in GATES.get(kind, ()) if layers == 1 else ():
-        shares = [
-            [r["looks"][k]["influence"][f"layer 1, {gate}"][0] for r in rows] for k in (0, -1)
-        ]
-        found.append([f"{NAMES[kind]}, {words:,}", gate, *(told(s, ".0f", 100) for s in shares)])
-    return found
 
 
 def _cost(rows: Sequence[lab.Row], layers: int) -> list[object]:
-    """Milliseconds, and what percent traces add to training; of traces the medians of a seed."""
+    """Milliseconds, medians of a seed, and what percent traces add to training."""
     plain = [median(row["seconds"]["training step"]) for row in rows]
     traces = [sum(median(row["seconds"].get(way, [0])) for way in TRACE) for row in rows]
-    added = [row["monitor"]["with"] / row["monitor"]["plain"] - 1 for row in rows]
     often = told((b / a for a, b in zip(plain, traces)), ".1f")
-    times = (told(some, ".1f", 1e3) for some in (plain, traces))
-    return [layers, len(rows), *times, often, told(added, ".0f", 100)]
-
-
-def _texts(rows: Sequence[lab.Row]) -> list[list[object]]:
-    """Elman's network on texts: edges, medians of milliseconds over seeds, and their ratio."""
-    found: list[list[object]] = []
-    for (steps,), some in groups(rows, "scale", "steps"):
-        times = [median(row["seconds"][way] for row in some) * 1e3 for way in WAYS]
-        found.append([steps, f"{some[0]['edges']:,}", *(f"{t:.0f}" for t in times), ""])
-    ratios = [
-        fmean(log(row["seconds"][WAYS[1]] / row["seconds"][WAYS[0]]) for row in some)
-        for _, some in groups(rows, "scale", "seed")
-    ]
-    mean, low, high = map(exp, lab.interval(ratios))
-    return [
-        *found[:: max(len(found) // 3, 1)],
-        ["all lengths", "", "", "", lab.said((mean, low, high))],
-    ]
-
-
-def _word(rows: Sequence[lab.Row]) -> str:
-    """The edges that each word adds, by three ways to count."""
-    texts = [row for row in rows if row["part"] == "scale"]
-    (a, first), *_, (b, last) = sorted((row["steps"], row["edges"]) for row in texts)
-    words, units, fused = texts[0]["words"], texts[0]["units"], (last - first) / (b - a)
-    apart = fused - words**2 + 3 * words
-    ways = (f"{x / 1e6:.3f}" for x in (fused, apart, apart + units * (words + units)))
-    return "{} million edges a word, {} with log-softmax in pieces, {} with products".format(*ways)
+    return [layers, len(rows), *(told(some, ".1f", 1e3) for some in (plain, traces)), often]
 
 
 def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
-    """What models learned, paths, influence, cost; parameters, density, edges and time."""
+    """What models learned, their paths, and what traces cost."""
     models = groups(rows, "training", "words", "kind", "layers")
     learned = [_learned(some, *key) for key, some in models]
-    gates = [line for key, some in models for line in _gates(some, *key)]
     costs = [_cost(some, *key) for key, some in groups(rows, "cost", "layers")]
-    (count,) = (row for row in rows if row["part"] == "counts")
-    sizes = [(name, f"{size:,}") for name, size in count["parameters"].items()]
-    every = sum(edges for _, edges in count["arguments"].values())
-    dense = sorted(count["arguments"].items(), key=lambda each: -each[1][1])[:6]
-    density = [(name, edges / pairs, f"{edges / every:.1%}") for name, (pairs, edges) in dense]
-    density.append(("the whole graph", 2 * every / count["vertices"] ** 2, "100%"))
     return [
         ("Loss, and paths from the first layer", LEARNED, learned),
-        ("Percent of the paths from words that take each gate", GATED, gates),
         ("A trace beside training (LSTM)", COST, costs),
-        ("Parameters", ("model", "parameters"), sizes),
-        (f"Density, {count['steps']} words", DENSE, density),
-        (f"Elman's network: {_word(rows)}", SCALE, _texts(rows)),
     ]
 
 
 def figure(rows: Sequence[lab.Row], path: Path) -> None:
     """The length of paths over training, of one layer."""
-    curves = {}
-    single = [row for row in rows if row.get("layers") == 1]
+    curves, single = {}, [row for row in rows if row.get("layers") == 1]
     for (words, kind), some in groups(single, "training", "words", "kind"):
         looks = [*zip(*(row["looks"] for row in some))]
         lengths = [fmean(each["path"]["length"] for each in moment) for moment in looks]
         curves[f"{NAMES[kind]} {words:,}"] = [each[0]["step"] for each in looks], lengths
-    what = "Operators on paths from the first layer, by kind and words"
-    lab.lines(path, what, "updates", "operators", curves, xscale="symlog")
+    title = "Operators on paths from the first layer, by kind and words"
+    lab.lines(path, title, "updates", "operators", curves, xscale="symlog")
