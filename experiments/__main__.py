@@ -41,7 +41,7 @@ def run(name: str, form: str, out: Path, workers: int) -> str:
     tables = "\n".join(map(lab.markdown, experiment.tables(rows)))
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     how = f"{form}: {settings}; {versions}, {platform.machine()}"
-    page = f"# {name}\n\n{experiment.__doc__}\n![]({name}.png)\n\n{tables}\n{how}\n"
+    page = f"# {name}\n\n{experiment.__doc__}\n## Found\n\n![]({name}.png)\n\n{tables}\n{how}\n"
     write_text(folder / f"{name}.md", page)
     return tables
 

@@ -181,7 +181,7 @@ def markdown(table: Table) -> str:
     title, columns, rows = table
     cells = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
     lines = [columns, ["---"] * len(columns), *cells]
-    return f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return f"### {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def lines(path: Path, title: str, x: str, y: str, curves: Mapping[str, Any], **axes: Any) -> None:
