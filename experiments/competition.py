@@ -9,11 +9,10 @@ copying, Dyck words, counting, a text of a small grammar, or Shakespeare's. At s
 of single samples are traced by both rules; influence is a component's share of the paths of the
 embedding's elements. Then each, and each two, are left out from the start, with the same weights
 and batches for the rest. Samples to target are those until the loss is 90% of the way, in
-logarithms, from the whole network's first to the lowest of the first half of its training; who
-never gets there counts as if at the end. Beside them: the final loss, and that of the trained
-network at once with a component's output zero. Of each two components a score is right if the one
-it puts first is dearer to lose, and half right if it has both equal; chance is 50%. That the task
-matters is told by the share of influence's variance that is between tasks, and by permutations.
+logarithms, from the whole network's first to the lowest of the first half of its training; or all,
+if it never is. Of each two components a score is right if it puts first the one that is dearer to
+lose, and half right if both are equal; chance is 50%. That the task matters is told by the share of
+influence's variance that is between tasks, and by permutations.
 
 Limits: four tasks cannot stand for all, and a text has a larger vocabulary, too. No component was
 necessary: half of the costs are below 0.12 doublings. Influence is averaged over all of training,
@@ -33,20 +32,18 @@ from statistics import fmean
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments import data, lab
+from experiments import data, lab, nets
 from experiments.branch_ablation import (
-    BASELINES,
-    COSTS,
     MEASURES,
     RULES,
     Network,
-    generator,
+    compared,
     in_order,
-    network,
     percent,
+    told,
     trained,
 )
 
@@ -80,7 +77,7 @@ class Competition(nn.Module):
     def __init__(self, cell: lab.Cell, vocabulary: int) -> None:
         super().__init__()
         width, self.components = cell["width"], nn.ModuleDict()
-        random = partial(generator, cell["task"], cell["seed"])
+        random = partial(nets.source, cell["task"], cell["seed"])
         with torch.random.fork_rng(devices=[]):
             for name in (name for name in KINDS if name not in cell["removed"]):
                 torch.manual_seed(random("component", name).initial_seed())
@@ -99,24 +96,17 @@ class Competition(nn.Module):
 
 def measure(cell: lab.Cell) -> lab.Row:
     """Train a network; measure the whole one."""
-    random = partial(generator, cell["task"], cell["seed"])
+    random = partial(nets.source, cell["task"], cell["seed"])
     task, ignore = data.task(cell["task"], cell["vocabulary"]), data.UNASKED
-    model, batches = Competition(cell, task.vocabulary), random("batches")
-    held = task.held(cell["evaluated"], random("evaluation"))
+    model = Competition(cell, task.vocabulary)
 
-    def loss_of(batch: data.Batch) -> Tensor:
-        return cross_entropy(model(batch.tokens), batch.targets, ignore_index=ignore)
-
-    def loss() -> Tensor:
-        return loss_of(task.draw(cell["batch"], batches))
-
-    def traced(step: int) -> Tensor:
-        tokens, targets = task.draw(cell["pairs"], random("traced", step))
+    def losses(count: int, source: Generator, held: bool = False) -> Tensor:
+        tokens, targets = (task.held if held else task.draw)(count, source)
         each = cross_entropy(model(tokens), targets, ignore_index=ignore, reduction="none")
-        return each.sum(1) / (targets != ignore).sum(1)
+        return each.sum(1) * count / (targets != ignore).sum()  # their mean is that of all tokens
 
     parts = {} if cell["removed"] else {name: f"components.{name}" for name in KINDS}
-    return trained(model, cell, parts, loss, lambda: loss_of(held), traced)
+    return trained(model, cell, parts, random, losses)
 
 
 def kept(row: lab.Row) -> list[lab.Row]:
@@ -132,7 +122,7 @@ def contests(rows: Sequence[lab.Row]) -> Tasks:
     found: dict[str, list[Network]] = {}
     for (task, _), group in groups.items():
         without = {names: row["curve"] for names, row in group.items() if names}
-        each = network(task, group[""], without, [*combinations(KINDS, 2)])
+        each = compared(group[""], without, [*combinations(KINDS, 2)])
         found.setdefault(task, []).append(each)
     return found
 
@@ -142,40 +132,40 @@ def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
     tasks = contests(rows)
     known = {task: some for task, some in tasks.items() if task in TASKS} or tasks
     parts = [(task, *component(some, kind)) for task, some in tasks.items() for kind in KINDS]
-    told = [(kind, *(by_task(known, kind, m, at) for m, at in WHEN.values())) for kind in KINDS]
+    named = [(kind, *(by_task(known, kind, m, at) for m, at in WHEN.values())) for kind in KINDS]
     return [
         in_tasks(tasks, known),
         procedure(tasks, known),
         ("Components", ("task", "component", *RULES.values(), "cost, doublings of samples"), parts),
-        (f"Variance of influence between {len(known)} tasks", ("component", *WHEN), told),
+        (f"Variance of influence between {len(known)} tasks", ("component", *WHEN), named),
     ]
 
 
 def in_tasks(tasks: Tasks, known: Tasks) -> lab.Table:
     """In how many pairs each score is right: in all known tasks, and in each task."""
     every = [each for some in known.values() for each in some]
-    asked = {COSTS[cost]: (every, cost) for cost in COSTS}
-    asked |= {task: (some, "samples") for task, some in tasks.items()}
     rows = []
     for m in MEASURES:
-        found = [lab.resampled(in_order(some, m, cost), percent) for some, cost in asked.values()]
-        drawn = lab.interval([float(percent(in_order(some, m)[None])) for some in known.values()])
-        rows.append((m.strip("|"), *(lab.said(each, ".0f") for each in (*found, drawn))))
-    title = f"% of pairs in order, {len(every)} networks; in each task, and tasks drawn, by samples"
-    return title, ("score", *asked, "tasks drawn"), rows
+        tasks_drawn = lab.interval(
+            [float(percent(in_order(some, m)[None])) for some in known.values()]
+        )
+        found = [told(some, m, ".0f") for some in (every, *tasks.values())]
+        rows.append((m, *found, lab.said(tasks_drawn, ".0f")))
+    title = f"% of pairs in order by samples to target, {len(every)} networks"
+    return title, ("score", "all", *tasks, "tasks drawn"), rows
 
 
 def procedure(tasks: Tasks, known: Tasks) -> lab.Table:
     """The chapter's: the first by score is removed, and the second as well."""
-    rows, others = [], [task for task in tasks if task not in known]
-    for m in (*RULES.values(), *BASELINES):
+    rows = []
+    for m in MEASURES:
         by = {task: [ratios(some, m, n) for n in (1, 2)] for task, some in tasks.items()}
         found = [[x for task in known for x in by[task][n]] for n in (0, 1)]
         found += [[fmean(by[task][n]) for task in known] for n in (0, 1)]
-        found += [each for task in others for each in by[task]]
-        told = [[2**x for x in lab.interval(each)] for each in found]
-        rows.append((m.strip("|"), *(lab.said((x, low, high)) for x, low, high in told)))
-    whom = ("", ", tasks drawn", *(f", {task}" for task in others))
+        found += [each for task in tasks if task not in known for each in by[task]]
+        logs = map(lab.interval, found)
+        rows.append((m, *(lab.said((2**x, 2**low, 2**high)) for x, low, high in logs)))
+    whom = ("", ", tasks drawn", *(f", {task}" for task in tasks if task not in known))
     columns = ("score", *(f"{n} removed{who}" for who in whom for n in (1, 2)))
     return "Samples without the first by score over those without the last", columns, rows
 
@@ -187,14 +177,14 @@ def ratios(some: Sequence[Network], measure: str, count: int) -> list[float]:
         order = sorted(KINDS, key=lambda kind: (-each.scores[measure][kind], kind))
         first, last = ({*order[:count]}, {*order[-count:]})
         a, b = (" ".join(kind for kind in KINDS if kind in some) for some in (first, last))
-        found.append(each.costs["samples"][a] - each.costs["samples"][b])
+        found.append(each.costs[a] - each.costs[b])
     return found
 
 
 def component(some: Sequence[Network], kind: str) -> list[str]:
     """Its mean influences in a task, and what it costs to lose."""
     values = [[each.scores[m][kind] for each in some] for m in RULES.values()]
-    cost = [each.costs["samples"][kind] for each in some]
+    cost = [each.costs[kind] for each in some]
     return [kind, *map(lab.spoken, (*values, cost))]
 
 

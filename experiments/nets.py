@@ -118,8 +118,8 @@ BEFORE = (1, 6), (2, 3), (4, 5), (0, 7)  # how far back the heads of the first l
 
 
 class Planted(nn.Module):
-    """A network with a known answer: ``groups`` are the components, or ordered pairs (``a > b``),
-    that are compared with each other, and how much each matters. The ``stem`` comes before them.
+    """A network with a known answer: ``groups`` are the components that are compared with
+    each other, and how much each matters. The ``stem`` comes before them.
     """
 
     groups: list[dict[str, float]]
@@ -255,11 +255,11 @@ class _Heads(Planted):
         self.one = nn.ModuleList(_Head((back[n][..., None] == rows).any(1)) for n in one)
         self.two = nn.ModuleList(_Head(half if n == 0 else ~half) for n in two)
         self.out = nn.Linear(STREAM, WORDS)
-        for name in [*(f"one.{k}" for k in range(4)), *(f"two.{k}" for k in range(4))]:
-            nn.init.normal_(self.get_parameter(f"{name}.result.weight"), std=0.2)
+        for head in (*self.one, *self.two):
+            nn.init.normal_(head.get_parameter("result.weight"), std=0.2)
         a = {f"one.{k}": float(n == 0) for k, n in enumerate(one)}
         b = {f"two.{k}": float(n == 0) for k, n in enumerate(two)}
-        self.groups = [a, b, {f"{i} > {j}": a[i] * b[j] for i in a for j in b}]
+        self.groups = [a, b]
 
     def draw(self, samples: int, source: Generator) -> tuple[Tensor, Tensor]:
         words = torch.randint(WORDS - 1, (samples, LENGTH), generator=source)
@@ -280,40 +280,19 @@ class _Heads(Planted):
 
 
 class Task(NamedTuple):
-    """Words of so many letters, by number and generator; the answer to one, of so many classes."""
+    """Words of so many random letters, and the answer to one, of so many classes."""
 
     name: str
     letters: int
+    length: int
     classes: int
-    words: Callable[[int, Generator], Tensor]
     answer: Callable[[list[int]], int]
 
 
-def _free(name: str, letters: int, classes: int, length: int, answer: Any) -> Task:
-    def words(samples: int, source: Generator) -> Tensor:
-        return torch.randint(letters, (samples, length), generator=source)
-
-    return Task(f"{name}{length}", letters, classes, words, answer)
-
-
-def _recall(choice: Random) -> Task:  # which letter is at a given place?
-    count, length = choice.randint(3, 5), choice.randint(5, 8)
-    place = choice.randrange(length - 2)
-    name = f"recall: letter {place + 1}, {count} letters, in "
-    return _free(name, count, count, length, lambda word: word[place])
-
-
-def _lookup(choice: Random) -> Task:  # pairs of key and value, then a key: what is its value?
-    values = choice.randint(2, 5)
-
-    def words(samples: int, source: Generator) -> Tensor:
-        order = torch.rand(samples, 2, generator=source).argsort(1)
-        held = torch.randint(values, (samples, 2), generator=source) + 2
-        asked = torch.randint(2, (samples, 1), generator=source)
-        return torch.cat([torch.stack([order, held], 2).flatten(1), asked], 1)
-
-    name = f"lookup: 2 keys, {values} values"
-    return Task(name, 2 + values, values, words, lambda w: w[1 if w[0] == w[-1] else 3] - 2)
+def recall(letters: int, length: int, place: int) -> Task:
+    """Which letter is at a place?"""
+    name = f"recall: letter {place} of {length}, {letters} letters"
+    return Task(name, letters, length, letters, lambda word: word[place - 1])
 
 
 def brackets(kinds: int, length: int) -> Task:
@@ -325,29 +304,18 @@ def brackets(kinds: int, length: int) -> Task:
             stack = [*stack, letter] if letter < kinds else stack[:-1] or stack
         return stack[-1]
 
-    return _free(f"brackets: {kinds} kinds, in ", kinds + 1, kinds + 1, length, innermost)
+    name = f"brackets: {kinds} kinds, in {length}"
+    return Task(name, kinds + 1, length, kinds + 1, innermost)
 
 
-FAMILIES: dict[str, Callable[[Random], Task]] = {
-    "recall": _recall,
-    "lookup": _lookup,
-    "brackets": lambda choice: brackets(choice.randint(2, 4), choice.randint(4, 7)),
-}
-
-
-def task(family: str, number: int) -> Task:
-    """One of the tasks of a family, which all differ."""
-    choice, found = Random(f"tasks/{family}"), dict[str, Task]()
-    while len(found) <= number:
-        drawn = FAMILIES[family](choice)
-        found.setdefault(drawn.name, drawn)
-    return [*found.values()][number]
+TASKS = {"recall": (recall(4, 5, 1), recall(5, 6, 3)), "brackets": (brackets(2, 5), brackets(4, 4))}
+"""The first two of each family that were drawn."""
 
 
 # Rivals: components that read the same word -------------------------------------------------------
 
 CONTESTS = {
-    **dict.fromkeys(("blind", "frozen"), ("gru", "gru", "gru")),
+    "frozen": ("gru", "gru", "gru"),
     "recurrent": ("rnn", "lstm", "gru"),
     "mechanisms": ("attention", "stack", "memory"),
 }
@@ -417,33 +385,29 @@ def _core(kind: str, width: int, *room: int) -> nn.Module:
 
 
 class Rivals(Planted):
-    """``out(mean of parts(stem(words)))``: those of a contest, or one of that name; outputs are
-    of one size at the start. In ``blind`` one part reads the word, others unrelated ones; in
-    ``frozen`` one is trained. ``room``: places of attention, stack and memory.
+    """``out(mean of parts(stem(words)))``: those of a contest, or one of that name; outputs are of
+    one size at the start. In ``frozen`` one part is trained. ``room``: places of its own parts.
     """
 
     def __init__(self, contest: str, task: Task, width: int, seed: str, *room: int) -> None:
         super().__init__()
         self.kinds, self.task = CONTESTS.get(contest, (contest,)), task
-        self.one, self.blind = Random(f"{seed}/choice").randrange(3), contest == "blind"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(Random(f"{seed}/weights").getrandbits(63))
             self.stem = nn.Embedding(task.letters, width)
             parts = [_Scaled(_core(kind, width, *room)) for kind in self.kinds]
             self.parts, self.out = nn.ModuleList(parts), nn.Linear(width, task.classes)
-        known = contest in ("blind", "frozen")
-        self.groups = [{f"parts.{k}": float(known and k == self.one) for k in range(len(parts))}]
+        self.groups = [{f"parts.{k}": 0.0 for k in range(len(parts))}]  # it is not known
         h = self.stem(self.draw(512, source(seed, "gain"))[0])
         for k, part in enumerate(parts):
-            part.requires_grad_(contest != "frozen" or k == self.one)
+            part.requires_grad_(contest != "frozen" or k == Random(f"{seed}/choice").randrange(3))
             part.gain = 1 / float(part(h[:, k]).detach().std(0).mean().clamp(min=1e-6))
 
     def draw(self, samples: int, source: Generator) -> tuple[Tensor, Tensor]:
-        """Words, one for each part, and the answers."""
-        words, some = self.task.words(samples, source), range(len(self.parts))
-        other = [self.blind and k != self.one for k in some]
-        every = [self.task.words(samples, source) if each else words for each in other]
-        return torch.stack(every, 1), torch.tensor([*map(self.task.answer, words.tolist())])
+        """Words, a copy for each part, and the answers."""
+        x = torch.randint(self.task.letters, (samples, self.task.length), generator=source)
+        answers = [*map(self.task.answer, x.tolist())]
+        return torch.stack([x] * len(self.parts), 1), torch.tensor(answers)
 
     def forward(self, x: Tensor) -> Any:
         """Scores of answers."""

@@ -6,13 +6,12 @@ it beats a Taylor score is open. A stack and a memory of slots generalise to lon
 
 Method: *planted*: four views of which one tells the class (the others have a gain), four frozen
 branches behind gates of known size (alike, or of another frequency, gain or offset), two layers of
-heads of which one pair does the work; trained to the end by Adam. All scores have as many passes.
-What counts is the share of comparisons that a score puts in order, a tie ½ (AUC). *rivals*: three
-components read the same word: GRUs of which one reads the right one (blind) or is trained (frozen);
-an RNN, an LSTM and a GRU; attention, a stack and a memory. They are traced every 20 steps until 99%
-of held-out words are right. Losing one costs by how much the loss rises when its mean takes its
-place; scores are shares, averaged over traces but the first; costs within 0.02 nats are alike.
-*longer*: each component alone learns brackets of one length, and reads words of twice that.
+heads of which one each does the work. All scores have as many passes. A score counts by the share
+of comparisons that it puts in order, a tie ½ (AUC). *rivals*: three components read the same word:
+GRUs, one of them trained; an RNN, an LSTM and a GRU; attention, a stack and a memory. They are
+traced every 20 steps until 99% of held-out words are right. Losing one costs the rise of the loss
+when its mean takes its place; scores are shares, averaged over traces but the first; costs within
+0.02 nats are alike. *longer*: each alone learns brackets, and reads words of twice the length.
 
 Limits: small networks; what matters was planted, one thing at a time, in kinds that were chosen,
 not drawn. Intervals draw kinds, tasks or seeds, and each is of one number.
@@ -21,7 +20,8 @@ not drawn. Intervals draw kinds, tasks or seeds, and each is of one number.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import count, permutations, product, takewhile
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.nn.utils import parameters_to_vector
 
 import gradtrace as gt
 from experiments import lab, nets
@@ -39,24 +40,21 @@ PARTS = "planted", "rivals", "longer"
 ALONE = "rnn", "lstm", "gru", "attention", "stack", "memory"
 KINDS = [("views", x) for x in ("0.25", "1", "4", "16")] + [("heads", "induction")]
 KINDS += [("gates", x) for x in ("equal", *nets.VARIED)]
-TASKS = [(family, number) for family in nets.FAMILIES for number in (0, 1)]
 FULL: dict[str, Any] = {"seeds": [64, 5, 5], "kinds": KINDS, "steps": [3_200, 300, 600]}
-FULL |= {"tasks": [*product(TASKS, nets.CONTESTS)], "passes": 64, "alone": ALONE}
-ONE = {"seeds": [1, 1, 1], "tasks": FULL["tasks"][1:4]}
+FULL |= {"tasks": [*product(nets.TASKS, (0, 1), nets.CONTESTS)], "passes": 64, "alone": ALONE}
+ONE = FULL | {"seeds": [1, 1, 1], "kinds": KINDS[2:6], "tasks": FULL["tasks"][:3]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": FULL,
-    "quick": FULL | ONE | {"kinds": KINDS[2:6], "steps": [80, 20, 80], "passes": 16},
-    "small": FULL
-    | ONE
-    | {"kinds": KINDS[2:3], "steps": [1, 1, 1], "passes": 4}
-    | {"tasks": FULL["tasks"][3:4], "alone": ALONE[2:4]},
+    "quick": ONE | {"steps": [80, 20, 80], "passes": 16},
+    "small": ONE | {"kinds": KINDS[2:3], "steps": [1, 1, 1], "passes": 4, "alone": ALONE[2:4]},
 }
 COST, TARGET, MARGIN = 4, 0.99, 0.02
 TRACED = "greedy", "edge", "viterbi", "decomposition", "mass"
-TAYLOR, SIGNED, HARD, PAIRS = "Taylor, absolute", "Taylor, signed", "views 16", "pairs"
+TAYLOR, SIGNED, HARD = "Taylor, absolute", "Taylor, signed", "views 16"
+DROPPED = "decomposition, size", "gradient norm", "EAP", "EAP-IG"  # in older rows
 LINES = "greedy", "greedy, weighted", "decomposition", SIGNED, TAYLOR
-SHOWN = "greedy, weighted", "decomposition, size", "mass, p = 8", TAYLOR
-ORDER = "score", "planted", "less Taylor, absolute", "views × 16", PAIRS, "rivals", "less signed"
+SHOWN = "greedy", "decomposition", "mass, p = 8", TAYLOR
+ORDER = "score", "planted", "less Taylor, absolute", "views × 16", "rivals", "less signed"
 LINE = "share", "slope", "cost at share 0", "R²", "correlation of ranks"
 LONGER = "component", "of 8", "of 16", "of 8 that close", "of 16 that close"
 
@@ -67,11 +65,10 @@ def cells(settings: lab.Cell) -> list[lab.Cell]:
     same = {"batch": 64, "rate": 0.01, "evaluated": 512, "passes": settings["passes"]}
     found: list[lab.Cell] = []
     for seed, (network, kind) in product(range(many), settings["kinds"]):
-        steps = {"heads": min(long, 400), "16": 4 * long}
+        steps = {"induction": min(long, 400), "16": 4 * long}.get(kind, long)
         own = {"network": network, "kind": kind, "rate": 0.005 if network == "heads" else 0.01}
-        own |= {"seed": seed, "steps": steps.get(network, steps.get(kind, long))}
-        found.append({"part": "planted", **same, **own})
-    for seed, ((family, number), contest) in product(range(some), settings["tasks"]):
+        found.append({"part": "planted", **same, **own, "seed": seed, "steps": steps})
+    for seed, (family, number, contest) in product(range(some), settings["tasks"]):
         own = {"family": family, "number": number, "contest": contest, "seed": seed, "width": 12}
         found.append({"part": "rivals", **same, **own, "steps": short})
     for seed, kind in product(range(few), settings["alone"]):
@@ -80,26 +77,23 @@ def cells(settings: lab.Cell) -> list[lab.Cell]:
     return found
 
 
-def measure(cell: lab.Cell) -> lab.Row:
-    """Train a network, and score its components or let it read longer words."""
-    return longer(cell) if cell["part"] == "longer" else scored(cell)
-
-
 def learn(model: nets.Planted, cell: lab.Cell, name: str, done: Callable[[int], bool]) -> None:
     """Train until it is done."""
-    batches, steps = nets.source(name, "batches"), takewhile(lambda step: not done(step), count())
+    draw = partial(model.draw, cell["batch"], nets.source(name, "batches"))
     optimizer = torch.optim.Adam(model.parameters(), lr=cell["rate"], fused=True)
-    draw = partial(model.draw, cell["batch"], batches)
-    lab.train(model, optimizer, (lambda: model.losses(*draw()).mean() for _ in steps))
+    for _ in takewhile(lambda step: not done(step), count()):
+        lab.train(model, optimizer, [lambda: model.losses(*draw()).mean()])
 
 
-def scored(cell: lab.Cell) -> lab.Row:
+def measure(cell: lab.Cell) -> lab.Row:
     """Scores before, at 400 steps and at the end; of rivals every 20 steps, and what each costs."""
+    if cell["part"] == "longer":
+        return longer(cell)
     rivals, looks = cell["part"] == "rivals", list[lab.Row]()
     own = ("family", "number", "contest", "seed") if rivals else ("part", "network", "kind", "seed")
     name = "/".join(str(cell[each]) for each in own)
     if rivals:
-        task = nets.task(cell["family"], cell["number"])
+        task = nets.TASKS[cell["family"]][cell["number"]]
         model: nets.Planted = nets.Rivals(cell["contest"], task, cell["width"], name)
     else:
         model = nets.planted(cell["network"], cell["kind"], cell["seed"])
@@ -149,9 +143,10 @@ def scores(model: nets.Planted, stream: Generator, passes: int, rivals: bool) ->
     """What each score says. For planted components each has new samples, so many that all cost as
     many backward passes; for rivals all have the first of one batch.
     """
+    model = deepcopy(model).requires_grad_(False)
+    model.get_submodule("stem").requires_grad_()  # where all paths end
     batch = model.draw(passes, stream) if rivals else None
-    by = {name: name.split(" > ") for group in model.groups for name in group}
-    names = [name for name, both in by.items() if len(both) == 1]
+    names = [name for group in model.groups for name in group]
     given = run(model, names, model.draw(256, stream))[1]
     mean = {name: x.detach().mean(0) for name, x in given.items()}
 
@@ -164,45 +159,30 @@ def scores(model: nets.Planted, stream: Generator, passes: int, rivals: bool) ->
             losses = model.losses(*draw(cost))
         return watch.trace(losses, rule=rule)
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False).get_submodule("stem").requires_grad_()
-    found = traced(trace, by, rivals)
-    for parameter in trained:
-        parameter.requires_grad_()
-    return found | baselines(model, draw(1), mean)
+    return traced(trace, names, rivals) | baselines(model, draw(1), mean)
 
 
-def traced(trace: Any, by: Mapping[str, list[str]], rivals: bool) -> dict[str, Any]:
-    """Paths to the stem; of a pair what passes both: a + b - (a or b)."""
-
-    def both(each: Mapping[str, Any]) -> dict[str, Any]:
-        pairs = {name: two for name, two in by.items() if len(two) == 2}
-        return {**each, **{name: each[a] + each[b] - each[name] for name, (a, b) in pairs.items()}}
-
+def traced(trace: Any, by: Sequence[str], rivals: bool) -> dict[str, Any]:
+    """Shares of the paths to the stem, and of its gradient."""
     found = {}
     for rule in ("greedy", "edge", "viterbi"):
         table = trace(1 if rivals else COST, rule).influence(by)
-        found[rule] = both(table.shares)
-        found[f"{rule}, weighted"] = both(dict(zip(table.names, table.column("weighted"))))
+        found[rule] = table.shares
+        found[f"{rule}, weighted"] = dict(zip(table.names, table.column("weighted")))
     for p in (1, 2, 8):
-        found[f"mass, p = {p}"] = both(trace(COST).mass(by, p=p).shares)
+        found[f"mass, p = {p}"] = trace(COST).mass(by, p=p).shares
     last = trace(1 if rivals else len(by) + 1)
-    split, whole = last.decompose(by), torch.cat([g.flatten() for g in last.gradients.values()])
-    through = {n: [split.gradients(n)[leaf].flatten() for leaf in last.gradients] for n in by}
-    each = both({name: torch.cat(some) for name, some in through.items()})
-    found["decomposition"] = {name: float(g @ whole / (whole @ whole)) for name, g in each.items()}
-    found["decomposition, size"] = {n: float(g.norm() / whole.norm()) for n, g in each.items()}
-    return found
+    split, leaves = last.decompose(by), last.gradients.items()
+    whole = float(sum(g.square().sum() for _, g in leaves))
+    along = {n: sum((split.gradients(n)[leaf] * g).sum() for leaf, g in leaves) for n in by}
+    return found | {"decomposition": {name: float(g) / whole for name, g in along.items()}}
 
 
 def run(model: nets.Planted, names: Sequence[str], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses of samples, and what modules give."""
     found: dict[str, Tensor] = {}
-
     hooks = [
-        model.get_submodule(name).register_forward_hook(
-            partial(lambda n, *x: found.update({n: x[-1]}), name)
-        )
+        model.get_submodule(name).register_forward_hook(lambda *x, n=name: found.update({n: x[2]}))
         for name in names
     ]
     losses = model.losses(*batch)
@@ -214,20 +194,17 @@ def run(model: nets.Planted, names: Sequence[str], batch: Any) -> tuple[Tensor, 
 def baselines(model: nets.Planted, batch: Any, mean: Mapping[str, Tensor]) -> dict[str, Any]:
     """Scores of one pass without tracing; Taylor: gradient × (activation - its mean)."""
     losses, given = run(model, [*mean], batch)
-    free = [p for p in model.parameters() if p.requires_grad]
-    ask = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
-    own, found = dict(zip(free, ask(losses.mean(), free))), defaultdict[str, Any](dict)
-    slopes = ask(losses.sum(), [*given.values()])
-    for name, g, x in zip(given, slopes, (x.detach() for x in given.values())):
-        parts, apart = [*model.get_submodule(name).parameters()], x - mean[name]
+    found: dict[str, Any] = defaultdict(dict)
+    slopes = torch.autograd.grad(losses.sum(), [*given.values()])
+    for (name, x), g in zip(given.items(), slopes):
+        apart = x.detach() - mean[name]
         effect = (g * apart).flatten(1).sum(1)
         numbers = {
             SIGNED: -effect.mean(),
             TAYLOR: effect.abs().mean(),
-            "|gradient × activation|": (g * x).abs().flatten(1).sum(1).mean(),
+            "|gradient × activation|": (g * x.detach()).abs().flatten(1).sum(1).mean(),
             "activation deviation": apart.square().mean().sqrt(),
-            "gradient norm": sum(own[p].square().sum() for p in parts if p in own) ** 0.5,
-            "parameter norm": sum(p.detach().square().sum() for p in parts) ** 0.5,
+            "parameter norm": parameters_to_vector(model.get_submodule(name).parameters()).norm(),
         }
         for score, number in numbers.items():
             found[score][name] = float(number)
@@ -246,28 +223,17 @@ def in_order(said: lab.Cell, truth: lab.Cell, margin: float = 0.0) -> list[float
     return [50.0 if said[a] == said[b] else 100.0 * (said[a] > said[b]) for a, b in pairs]
 
 
-def means(entries: Iterable[tuple[Any, float]]) -> dict[Any, float]:
-    """The mean of what has the same key."""
-    found = defaultdict[Any, list[float]](list)
-    for key, value in entries:
-        found[key].append(value)
-    return {key: fmean(values) for key, values in found.items()}
-
-
 def by_kind(rows: Sequence[lab.Row]) -> dict[str, dict[str, float]]:
     """Of each score the percentage in order at the end, by kind: a mean over networks."""
     ends = sorted(rows, key=lambda row: row["looks"][-1]["step"])
     last = {(row["network"], row["kind"], row["seed"]): row for row in ends}
-    each = means(
-        ((score, PAIRS if " > " in next(iter(group)) else f"{network} {kind}"), found)
-        for (network, kind, _), row in last.items()
-        for score, said in row["looks"][-1]["scores"].items()
-        for group in row["truth"]
-        if group.keys() <= said.keys()
-        for found in in_order(said, group)
-    )
-    scores = dict.fromkeys(score for score, _ in each)
-    return {score: {k: x for (s, k), x in each.items() if s == score} for score in scores}
+    found: dict[str, Any] = defaultdict(lambda: defaultdict(list))
+    for (network, kind, _), row in last.items():
+        groups = [group for group in row["truth"] if " > " not in "".join(group)]
+        for score, said in row["looks"][-1]["scores"].items():
+            for group in groups if score not in DROPPED else []:
+                found[score][f"{network} {kind}"] += in_order(said, group)
+    return {score: {kind: fmean(x) for kind, x in own.items()} for score, own in found.items()}
 
 
 def shares(row: lab.Row, score: str) -> dict[str, float]:
@@ -278,10 +244,12 @@ def shares(row: lab.Row, score: str) -> dict[str, float]:
 
 
 def by_task(rows: Sequence[lab.Row], score: str) -> list[float]:
-    """The percentage in order for each task: a mean over contests, in each over networks."""
-    each = [(row, in_order(shares(row, score), row["held"], MARGIN)) for row in rows]
-    own = means(((row["task"], row["contest"]), fmean(some)) for row, some in each if some)
-    return [*means((task, value) for (task, _), value in own.items()).values()]
+    """The percentage in order for each task: a mean over networks."""
+    found = defaultdict[str, list[float]](list)
+    for row in rows:
+        if some := in_order(shares(row, score), row["held"], MARGIN):
+            found[row["task"]].append(fmean(some))
+    return [*map(fmean, found.values())]
 
 
 def told(values: Sequence[float], form: str = ".1f") -> str:
@@ -290,16 +258,13 @@ def told(values: Sequence[float], form: str = ".1f") -> str:
 
 
 def _score(score: str, kinds: Mapping[str, Any], rivals: Sequence[lab.Row]) -> list[object]:
-    """Means are of the kinds that the Taylor score has, too: pairs are apart."""
-    own, taylor = kinds[score], kinds[TAYLOR]
-    both = [kind for kind in taylor if taylor.keys() <= own.keys()]
-    has = both and score in rivals[0]["looks"][0]["scores"]
-    tasks, signed = (by_task(rivals, name) if has else [] for name in (score, SIGNED))
+    """A score beside Taylor's, in kinds and in tasks."""
+    own, tasks, signed = kinds[score], by_task(rivals, score), by_task(rivals, SIGNED)
     name = f"**{score}**" if score.startswith(TRACED) else score.replace("|", "")
-    mean, gaps = [own[kind] for kind in both], [own[kind] - taylor[kind] for kind in both]
-    alone = [f"{own[kind]:.0f}" if kind in own else "–" for kind in (HARD, PAIRS)]
+    gaps = told([own[kind] - kinds[TAYLOR][kind] for kind in own], "+.1f")
+    hard = f"{own[HARD]:.0f}" if HARD in own else "–"
     more = told([a - b for a, b in zip(tasks, signed)], "+.1f")
-    return [name, told(mean), told(gaps, "+.1f"), *alone, told(tasks), more]
+    return [name, told([*own.values()]), gaps, hard, told(tasks), more]
 
 
 def _line(rows: Sequence[lab.Row], score: str) -> list[object]:
@@ -317,7 +282,7 @@ def tables(rows: Sequence[lab.Row]) -> list[lab.Table]:
     """Comparisons in order, costs over shares, and longer words."""
     planted, rivals, alone = ([row for row in rows if row["part"] == part] for part in PARTS)
     kinds, right = by_kind(planted), []
-    best = sorted(kinds, key=lambda score: -fmean(kinds[score].get(k, 0) for k in kinds[TAYLOR]))
+    best = sorted(kinds, key=lambda score: -fmean(kinds[score].values()))
     for kind in dict.fromkeys(row["kind"] for row in alone):
         own = [row["right"] for row in alone if row["kind"] == kind]
         right.append([kind, *(told([100 * r[n][k] for r in own]) for k in (0, 1) for n in "12")])
