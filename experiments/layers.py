@@ -40,8 +40,8 @@ from experiments import lab
 ALONE = True  # it measures time
 SETTINGS = {
     "full": {"layers": [1, *range(25, 1001, 25)], "rounds": 9, "seeds": 3, "inputs": 8},
-    "quick": {"layers": [1, 25, 50, 100, 200, 300], "rounds": 3, "seeds": 2, "inputs": 3},
-    "small": {"layers": [1, 25, 50], "rounds": 2, "seeds": 1, "inputs": 1},
+    "quick": {"layers": [1, 25, 50, 100, 200, 300], "rounds": 2, "seeds": 2, "inputs": 2},
+    "small": {"layers": [1, 25, 50], "rounds": 1, "seeds": 1, "inputs": 1},
 }
 ROWS = ("layers", "layers-inputs")
 SOME = ("PyTorch", "kahn", "influence")
