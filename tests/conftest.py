@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,6 +58,16 @@ CHUNK = 25
 MANY = 5_000
 """Tests from which on it pays to import beforehand what some of them need."""
 
+MECHANISMS = {
+    *("test_captured_pass", "test_compact_storage", "test_executor_shortcuts", "test_fuse_moves"),
+    *("test_kept_plans", "test_lazy_gradients", "test_mass_device", "test_passes"),
+    *("test_path_machine", "test_plan_run", "test_provenance", "test_recompute", "test_replay"),
+    *("test_select", "test_tape", "test_uniform_leaves"),
+}
+"""Files that pin how the engine that will be rewritten does things. What it answers is held by
+others, so of all tests one in four of theirs runs, the same ones each time; `THOROUGH` runs all.
+"""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,9 +76,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     worker.
     """
     if not THOROUGH:
-        left = [item for item in items if item.get_closest_marker("thorough")]
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left)
+        sampled = len(items) > MANY
+        left = {item for item in items if _is_left_out(item, sampled)}
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=list(left))
     rank = {path: _rank(path) for path in {item.path for item in items}}
     items.sort(key=lambda item: rank[item.path])
     if not config.pluginmanager.hasplugin("xdist"):
@@ -77,6 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not _shares(item):
             place += f" {n if rank[item.path] < len(SLOW) else n // CHUNK}"
         item.add_marker(pytest.mark.xdist_group(place))
+
+
+def _is_left_out(item: pytest.Item, sampled: bool) -> bool:
+    if sampled and item.path.stem in MECHANISMS:
+        return zlib.crc32(item.nodeid.encode()) % 4 > 0
+    return item.get_closest_marker("thorough") is not None
 
 
 def _rank(path: Path) -> int:

@@ -16,13 +16,20 @@ from gradtrace.files import read_lines
 
 
 @pytest.mark.parametrize("name", command.NAMES)
-def test_it_runs_in_its_small_form_and_goes_on(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_it_runs_in_its_small_form(name: str, tmp_path: Path, capsys: Any) -> None:
     words = [name, "--form", "small", "--workers", "1", "--out", str(tmp_path)]
     assert command.main(words) == 0
-    first = capsys.readouterr().out
-    file = tmp_path / f"{name}.small.jsonl"
+    assert (tmp_path / f"{name}.png").stat().st_size
+    page = (tmp_path / f"{name}.md").read_text()
+    tables = {line for line in page.splitlines() if line.startswith("|")}
+    assert tables and tables <= {*capsys.readouterr().out.splitlines()}
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    words = ["layers", "--form", "small", "--workers", "1", "--out", str(tmp_path)]
+    assert command.main(words) == 0
+    file = tmp_path / "layers.small.jsonl"
     lines = file.read_text().splitlines(keepends=True)
-    assert (tmp_path / f"{name}.png").stat().st_size and first.count("| --- |")
     file.write_text("".join(lines[:-1]) + lines[-1][: len(lines[-1]) // 2])  # killed while writing
     assert command.main(words) == 0
     assert len(read_lines(file)) == len(lines)
