@@ -50,12 +50,12 @@ PARTS: dict[str, tuple[tuple[str, ...], int, int]] = {
         6_000,
     ),
     "page": (("web/src/**/*.ts", "web/src/**/*.tsx"), 6_618, 5_200),
-    "tests": (("tests/**/*.py",), 54_871, 36_000),
+    "tests": (("tests/**/*.py",), 54_896, 36_000),
     "experiments": (("experiments/**/*.py",), 4_867, 5_000),
     "benchmarks": (("benchmarks/**/*.py",), 366, 800),
 }
 
-DOCS_KB = 256
+DOCS_KB = 258
 """Thousands of bytes that the pages of docs/ may have; 240 in the end."""
 
 SLACK = 150
